@@ -1,0 +1,50 @@
+"""hybridpar: replicated backbones, class-sharded heads, and one gradient engine between the ranks."""
+
+from hybridpar import checkpoint, partition
+from hybridpar.comm import functional
+from hybridpar.comm.errors import CommunicationError, NonFiniteError
+from hybridpar.comm.functional import global_mean
+from hybridpar.comm.group import Group, abort_thread_group, init, thread_groups
+from hybridpar.data_parallel import DataParallel
+from hybridpar.global_order import GlobalOrder
+from hybridpar.grad_norm import clip_grad_norm_
+from hybridpar.head.classifier import ShardedClassifier
+from hybridpar.head.margins import (
+    AdaFace,
+    ArcFace,
+    CombinedMargin,
+    CosFace,
+    CurricularFace,
+    MagFace,
+    Margin,
+    Softmax,
+    SphereFace,
+)
+from hybridpar.sync_batch_norm import SyncBatchNorm
+
+__all__ = [
+    "AdaFace",
+    "ArcFace",
+    "CombinedMargin",
+    "CommunicationError",
+    "CosFace",
+    "CurricularFace",
+    "DataParallel",
+    "GlobalOrder",
+    "Group",
+    "MagFace",
+    "Margin",
+    "NonFiniteError",
+    "ShardedClassifier",
+    "Softmax",
+    "SphereFace",
+    "SyncBatchNorm",
+    "abort_thread_group",
+    "checkpoint",
+    "clip_grad_norm_",
+    "functional",
+    "global_mean",
+    "init",
+    "partition",
+    "thread_groups",
+]

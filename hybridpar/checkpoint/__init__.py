@@ -1,0 +1,5 @@
+"""Checkpoints that load on any number of ranks and under any partition rule."""
+
+from hybridpar.checkpoint.door import Checkpoint, load, save
+
+__all__ = ["Checkpoint", "load", "save"]

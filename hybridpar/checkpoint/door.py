@@ -1,0 +1,302 @@
+"""``save`` and ``load``."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from hybridpar.checkpoint import files, optimizers, random_state, rows
+from hybridpar.checkpoint.optimizers import Optimizers
+from hybridpar.comm.agreement import raise_together
+from hybridpar.comm.group import Group
+from hybridpar.data_parallel import DataParallel
+from hybridpar.head.classifier import ShardedClassifier
+
+log = logging.getLogger("hybridpar")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was loaded.
+
+    Attributes:
+        step: as given to ``save``.
+        path: its directory.
+        extra: as given to ``save``.
+        skipped: newer directories that could not be used, each with the reason.
+    """
+
+    step: int
+    path: Path
+    extra: dict[str, Any]
+    skipped: tuple[str, ...] = field(default=())
+
+
+def save(
+    directory: str | Path,
+    *,
+    step: int,
+    model: nn.Module | None = None,
+    head: ShardedClassifier | None = None,
+    optimizer: Optimizers | None = None,
+    extra: dict[str, Any] | None = None,
+    keep: int | None = None,
+    group: Group,
+) -> Path:
+    """Write ``directory/step-XXXXXXXX``. Collective; ``directory`` is one folder that all ranks see.
+
+    Rank 0 writes the replicated model and its optimizer state, every rank its own rows and theirs.
+
+    Args:
+        step: steps done so far.
+        model: the backbone, bare or in ``DataParallel``.
+        head: the sharded head. One that every rank holds whole (its group has size 1) is written once.
+        optimizer: one torch optimizer, or several under names, over parameters of model and head.
+        extra: anything that JSON can hold: data position, schedule, configuration.
+        keep: how many of the newest checkpoints to keep; None keeps all.
+        group: the ranks.
+
+    Returns:
+        The directory, complete and on disk.
+
+    Raises:
+        OSError: a rank could not write (on every rank). The previous checkpoints are untouched.
+        ValueError: an argument cannot be saved (on every rank).
+    """
+    directory = Path(directory)
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep: expected at least 1 or None, got {keep}")
+    names = _parameter_names(model, head)
+    named_optimizers = optimizers.by_name(optimizer)
+    partial = Path(_on_root(group, lambda: str(files.start(directory, step))))
+    entries, row_description = _together(
+        group, lambda: _write_files(partial, group, model, head, named_optimizers, names)
+    )
+    everyone = group.all_gather_json(entries)
+
+    def finish() -> str:
+        head_shards = [e["name"] for theirs in everyone for e in theirs if e["name"].startswith("head-")]
+        manifest = {
+            "format": files.FORMAT,
+            "step": step,
+            "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "topology": {"ranks": group.size, **asdict(group.topology)},
+            "model": None if model is None else _shapes(_bare(model).state_dict()),
+            "head": None if head is None else _describe_head(head, head_shards, row_description),
+            "optimizers": optimizers.describe(named_optimizers, names),
+            "extra": {} if extra is None else extra,
+            "files": [entry for theirs in everyone for entry in theirs],
+        }
+        final = files.step_path(directory, step)
+        files.finish(partial, final, manifest)
+        if keep is not None:
+            files.retain(directory, keep)
+        return str(final)
+
+    return Path(_on_root(group, finish))
+
+
+def load(
+    directory: str | Path,
+    *,
+    step: int | None = None,
+    model: nn.Module | None = None,
+    head: ShardedClassifier | None = None,
+    optimizer: Optimizers | None = None,
+    verify: bool = True,
+    group: Group,
+) -> Checkpoint:
+    """Read the newest usable checkpoint of ``directory`` into model, head and optimizers. Collective.
+
+    Works on any number of ranks and under any rule: each rank reads the rows that its layout gives it. Random
+    generators are restored where the number of ranks is the one that saved.
+
+    Args:
+        directory: as given to ``save``, or one ``step-XXXXXXXX`` in it.
+        step: load this one and no other.
+        model, head, optimizer: built as they were when saved; None leaves that part alone.
+        verify: compare every file's sha256, the ranks sharing the work.
+        group: the ranks.
+
+    Raises:
+        FileNotFoundError: there is no usable checkpoint; says why each was refused.
+        ValueError: the checkpoint is of another architecture, class count or optimizer; names both.
+    """
+    directory = Path(directory)
+    path, manifest, skipped = _choose(directory, step, verify, group)
+    for reason in skipped if group.rank == 0 else ():
+        log.warning("checkpoint skipped: %s; using %s instead", reason, path.name)
+    _together(group, lambda: _restore(path, manifest, model, head, optimizer, group))
+    return Checkpoint(manifest["step"], path, manifest["extra"], tuple(skipped))
+
+
+def _write_files(
+    partial: Path, group: Group, model: nn.Module | None, head: ShardedClassifier | None,
+    named_optimizers: Any, names: dict[Tensor, str],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:  # fmt: skip
+    """This rank's files: their manifest entries, and the description of the shards."""
+    rank, size = group.rank, group.size
+    entries = [files.write_tensors(partial / _rank_name(rank, size), random_state.random_states())]
+    row_description: dict[str, Any] = {}
+    if head is not None and (head.group.size > 1 or rank == 0):
+        shard = {"weight": head.weight, **({} if head.bias is None else {"bias": head.bias})}
+        shard |= optimizers.tensors(named_optimizers, names, rows=True)
+        row_description = rows.describe_rows(shard)
+        shard[rows.CLASS_IDS] = head.layout.class_ids(head.group.rank)
+        entries.append(files.write_tensors(partial / rows.shard_name(head.group.rank, head.group.size), shard))
+    if rank == 0:
+        if model is not None:
+            entries.append(files.write_tensors(partial / "model.safetensors", _separate(_bare(model).state_dict())))
+        replicated = optimizers.tensors(named_optimizers, names, rows=False)
+        if head is not None and head.margin_state.numel():
+            replicated["margin_state"] = head.margin_state
+        entries.append(files.write_tensors(partial / "replicated.safetensors", replicated))
+    return entries, row_description
+
+
+def _choose(directory: Path, step: int | None, verify: bool, group: Group) -> tuple[Path, dict[str, Any], list[str]]:
+    """The newest checkpoint that is whole, its manifest, and why newer ones are not used."""
+    refused: list[str] = []
+    for path in map(Path, _on_root(group, lambda: [str(p) for p in _candidates(directory, step)])):
+        problem = None
+        try:
+            manifest = files.read_manifest(path)
+            for entry in manifest["files"][group.rank :: group.size] if verify else ():
+                files.check_hash(path, entry)
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        problems = [text for text in group.all_gather_json(problem) if text is not None]
+        if not problems:
+            return path, manifest, refused
+        refused.append(problems[0])
+    why = "; ".join(refused) or "there is no directory step-* in it"
+    raise FileNotFoundError(f"{directory}: expected a complete checkpoint, got none: {why}")
+
+
+def _candidates(directory: Path, step: int | None) -> list[Path]:
+    if step is not None:
+        return [files.step_path(directory, step)]
+    if directory.name.startswith("step-"):
+        return [directory]
+    return [files.step_path(directory, present) for present in reversed(files.steps_present(directory))]
+
+
+def _restore(
+    path: Path, manifest: dict[str, Any], model: nn.Module | None, head: ShardedClassifier | None,
+    optimizer: Optimizers | None, group: Group,
+) -> None:  # fmt: skip
+    replicated = load_file(path / "replicated.safetensors")
+    row_tensors: dict[str, Tensor] = {}
+    if model is not None:
+        _check_model(path, manifest["model"], _shapes(_bare(model).state_dict()))
+    if head is not None:
+        _check_head(path, manifest["head"], head)
+        row_tensors = rows.read_rows(
+            path, manifest["head"]["shards"], head.layout, head.group.rank, rows.row_likes(manifest["head"]["rows"])
+        )
+    if model is not None:
+        _bare(model).load_state_dict(load_file(path / "model.safetensors"))
+    if head is not None:
+        head.load_state_dict({name: row_tensors[name] for name, _ in head.named_parameters()}, strict=False)
+        if manifest["head"]["margin"] == repr(head.margin):
+            head.margin_state.copy_(replicated.get("margin_state", head.margin_state))
+        elif group.rank == 0:
+            log.warning("the checkpoint's margin was %s, it is now %s", manifest["head"]["margin"], head.margin)
+    if optimizer is not None:
+        names = _parameter_names(model, head)
+        named_optimizers = optimizers.by_name(optimizer)
+        optimizers.restore(named_optimizers, names, manifest["optimizers"], replicated, row_tensors)
+    if manifest["topology"]["ranks"] == group.size:
+        random_state.set_random_states(load_file(path / _rank_name(group.rank, group.size)))
+    elif group.rank == 0:
+        saved = manifest["topology"]["ranks"]
+        log.info("saved by %d ranks, loaded on %d: random generators are left as they are", saved, group.size)
+
+
+def _check_model(path: Path, saved: dict[str, Any] | None, mine: dict[str, Any]) -> None:
+    if saved is None:
+        raise ValueError(f"{path}: expected a model in the checkpoint, got none")
+    for name in sorted(set(saved) | set(mine)):
+        if saved.get(name) != mine.get(name):
+            raise ValueError(
+                f"{path}: another architecture: {name} is {saved.get(name, 'absent')} in the checkpoint and "
+                f"{mine.get(name, 'absent')} in the model; build the model that was saved"
+            )
+
+
+def _check_head(path: Path, saved: dict[str, Any] | None, head: ShardedClassifier) -> None:
+    if saved is None:
+        raise ValueError(f"{path}: expected a head in the checkpoint, got none")
+    for name in ("num_classes", "embedding_size"):
+        if saved[name] != getattr(head, name):
+            raise ValueError(f"{path}: {name} is {saved[name]} in the checkpoint and {getattr(head, name)} in the head")
+    if ("bias" in saved["rows"]) != (head.bias is not None):
+        raise ValueError(f"{path}: margin is {saved['margin']} in the checkpoint and {head.margin} in the head")
+
+
+def _describe_head(head: ShardedClassifier, shards: list[str], row_description: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "num_classes": head.num_classes,
+        "embedding_size": head.embedding_size,
+        "margin": repr(head.margin),
+        "layout": head.layout.describe(),
+        "rows": row_description,
+        "shards": shards,
+    }
+
+
+def _parameter_names(model: nn.Module | None, head: nn.Module | None) -> dict[Tensor, str]:
+    modules = {"model": None if model is None else _bare(model), "head": head}
+    return {
+        parameter: f"{prefix}.{name}"
+        for prefix, module in modules.items()
+        if module is not None
+        for name, parameter in module.named_parameters()
+    }
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DataParallel) else model
+
+
+def _shapes(state: dict[str, Tensor]) -> dict[str, str]:
+    return {name: f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for name, t in state.items()}
+
+
+def _separate(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """safetensors refuses tensors that share memory (tied weights): each is written as its own copy."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in state.items():
+        shared = tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in seen
+        seen.add(tensor.untyped_storage().data_ptr())
+        result[name] = tensor.clone() if shared else tensor
+    return result
+
+
+def _rank_name(rank: int, size: int) -> str:
+    return f"random-{rank:05d}-of-{size:05d}.safetensors"
+
+
+def _together(group: Group, work: Callable[[], Result]) -> Result:
+    """Collective: do ``work`` on every rank; if it fails on one, it fails on all."""
+    problem: Exception | None = None
+    try:
+        result = work()
+    except (OSError, ValueError, TypeError) as error:
+        problem = error
+    raise_together(group, problem)
+    return result
+
+
+def _on_root(group: Group, work: Callable[[], Any]) -> Any:
+    """Collective: do ``work`` on rank 0 and give its result, which JSON can hold, to all."""
+    return group.broadcast_json(_together(group, lambda: work() if group.rank == 0 else None))

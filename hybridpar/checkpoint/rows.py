@@ -1,0 +1,78 @@
+"""Head shards: rows by class id, so that any number of ranks and any rule can read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from hybridpar.partition import Layout
+
+CLASS_IDS = "class_ids"
+_BLOCK = 1 << 16
+
+
+def shard_name(rank: int, size: int) -> str:
+    """File name of one shard."""
+    return f"head-{rank:05d}-of-{size:05d}.safetensors"
+
+
+def read_rows(
+    path: Path, shards: Sequence[str], layout: Layout, rank: int, like: dict[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, Tensor]:
+    """The rows that ``layout`` gives to ``rank``, from whichever shards hold them; nothing else is read.
+
+    Args:
+        path: the checkpoint directory.
+        shards: file names.
+        like: shape of a row and dtype, for each tensor wanted.
+
+    Returns:
+        A tensor [rows of the rank, ...] for each name in ``like``.
+
+    Raises:
+        ValueError: classes of this rank are in no shard, or in two.
+    """
+    found = {name: torch.empty((layout.rows(rank), *shape), dtype=dtype) for name, (shape, dtype) in like.items()}
+    times = torch.zeros(layout.rows(rank), dtype=torch.int8)
+    for shard in shards:
+        with safe_open(path / shard, framework="pt") as file:
+            ranks, rows = layout.locate(file.get_tensor(CLASS_IDS))
+            places = torch.nonzero(ranks == rank).flatten()
+            rows = rows[places]
+            times[rows] += 1
+            for name, target in found.items():
+                source = file.get_slice(name)
+                for begin, end, chosen in _spans(places):
+                    target[rows[chosen]] = source[begin:end][places[chosen] - begin].to(target.dtype)
+    if bool((times != 1).any()):
+        row = int(torch.nonzero(times != 1)[0])
+        class_id = int(layout.class_ids(rank, torch.tensor([row])))
+        raise ValueError(f"{path}: expected every class in one shard, got class {class_id} in {int(times[row])}")
+    return found
+
+
+def _spans(places: Tensor) -> Iterator[tuple[int, int, slice]]:
+    """Stretches of a file, of at most a block, that cover ``places`` (ascending): begin, end, and which places."""
+    first = 0
+    while first < len(places):
+        begin = int(places[first])
+        last = int(torch.searchsorted(places, begin + _BLOCK))
+        yield begin, int(places[last - 1]) + 1, slice(first, last)
+        first = last
+
+
+def row_likes(described: dict[str, Any]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """What the manifest says of the tensors in the shards, as ``read_rows`` takes it."""
+    return {name: (torch.Size(shape), getattr(torch, dtype)) for name, (shape, dtype) in described.items()}
+
+
+def describe_rows(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Shape of a row and dtype of each tensor in a shard."""
+    return {
+        name: [list(tensor.shape[1:]), str(tensor.dtype).removeprefix("torch.")] for name, tensor in tensors.items()
+    }

@@ -1,0 +1,1 @@
+"""Ranks, communicators and the gradient engine."""

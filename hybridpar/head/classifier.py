@@ -1,0 +1,236 @@
+"""``ShardedClassifier``: a classification head whose classes are cut across ranks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.comm.agreement import raise_together
+from hybridpar.comm.group import Group
+from hybridpar.comm.worker import Worker
+from hybridpar.head.exchange import BatchExchange
+from hybridpar.head.initial import initial_rows_
+from hybridpar.head.margins import ArcFace, Margin
+from hybridpar.head.retrieval import class_rows, top_classes
+from hybridpar.head.softmax import GlobalBatch, Problem, ShardedSoftmax
+from hybridpar.head.validate import (
+    check_features,
+    check_finite,
+    check_labels,
+    check_same_settings,
+    settings_error,
+)
+from hybridpar.kernels.softmax_reference import unit_rows
+from hybridpar.partition import Layout, Rule, build_layout
+
+
+class ShardedClassifier(nn.Module):
+    """Softmax cross-entropy over classes that live on different ranks, with an optional angular margin.
+
+    ``head(features, labels)`` returns the mean loss over the global batch, the same scalar on every rank. Gradients
+    follow "sum everywhere": ``loss.backward()`` leaves on each rank the derivative of that global loss by the rank's
+    own features and by its own rows, so backbone gradients are to be summed over ranks (``hp.DataParallel`` does).
+    N ranks compute what one rank would: no class is invented to fill up a shard.
+
+    Args:
+        embedding_size: D, width of the features.
+        num_classes: K, over all ranks; at least one for each rank.
+        margin: a policy of ``hybridpar.head.margins``.
+        rule: which rank holds which class: a registered name or a rule (see docs/partition.md).
+        dtype: of the rows: float32, float64, bfloat16 or float16.
+        compute_dtype: of the matrix products; None means autocast's where autocast is on, else ``dtype``.
+            Sums are accumulated in float32 (float64 for float64).
+        ignore_index: label of samples that do not count.
+        seed: the first row of class c depends on (seed, c) alone.
+        initial_std: standard deviation of the initial rows.
+        backbone_reduction: ``"mean"`` where the backbone's gradients are averaged over ranks, as torch's DDP does.
+        chunk_classes: rows worked on at a time; None chooses by cache size.
+        group: the ranks; None means this process alone.
+
+    Attributes:
+        weight: Parameter [rows of this rank, D], in the order of ``layout.class_ids(rank)``.
+        bias: Parameter [rows of this rank], or None where the margin has none.
+        margin_state: buffer, what the margin remembers from step to step; the same on every rank.
+        layout: which class is where.
+
+    Raises:
+        ValueError: a setting is out of range, or the ranks were given different settings (on every rank).
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    margin_state: Tensor
+
+    def __init__(
+        self,
+        embedding_size: int,
+        num_classes: int,
+        *,
+        margin: Margin | None = None,
+        rule: str | Rule = "even",
+        dtype: torch.dtype = torch.float32,
+        compute_dtype: torch.dtype | None = None,
+        ignore_index: int = -1,
+        seed: int = 0,
+        initial_std: float = 0.01,
+        backbone_reduction: Literal["sum", "mean"] = "sum",
+        chunk_classes: int | None = None,
+        group: Group | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.group = Group.alone() if group is None else group
+        self.margin = ArcFace() if margin is None else margin
+        self.embedding_size, self.num_classes = embedding_size, num_classes
+        self.ignore_index, self.compute_dtype = ignore_index, compute_dtype
+        raise_together(
+            self.group,
+            settings_error(
+                embedding_size, num_classes, dtype, compute_dtype, ignore_index, backbone_reduction, chunk_classes
+            ),
+        )
+        settings = {
+            "embedding_size": embedding_size, "num_classes": num_classes, "margin": repr(self.margin),
+            "dtype": str(dtype), "compute_dtype": str(compute_dtype), "ignore_index": ignore_index, "seed": seed,
+            "initial_std": initial_std, "backbone_reduction": backbone_reduction,
+        }  # fmt: skip
+        check_same_settings(self.group, settings)
+        self.layout = self._agreed_layout(rule)
+        self._add_parameters(dtype, seed, initial_std, torch.device(device))
+        self._exchange = BatchExchange(self.group, self.margin.uses_norms)
+        factor = float(self.group.size) if backbone_reduction == "mean" else 1.0
+        lane = self.group.new_lane()
+        self._problem = Problem(
+            self.group, self.layout, self.margin, lane, Worker("hybridpar-head"), factor, chunk_classes
+        )
+
+    def _agreed_layout(self, rule: str | Rule) -> Layout:
+        """Collective: a rule may fail, or differ, on one rank only."""
+        error: Exception | None = None
+        try:
+            layout = build_layout(rule, self.num_classes, self.group.size)
+        except (ValueError, TypeError) as problem:
+            error = problem
+        raise_together(self.group, error)
+        check_same_settings(self.group, {"rule": layout.describe()})
+        return layout
+
+    def _add_parameters(self, dtype: torch.dtype, seed: int, std: float, device: torch.device) -> None:
+        rank = self.group.rank
+        rows = torch.empty(self.layout.rows(rank), self.embedding_size, dtype=dtype)
+        initial_rows_(rows, self.layout.class_ids(rank), seed=seed, std=std)
+        self.weight = nn.Parameter(rows.to(device))
+        self.bias = nn.Parameter(torch.zeros(len(rows), dtype=dtype, device=device)) if self.margin.has_bias else None
+        for parameter in self.parameters():
+            # Read by DataParallel (not to be reduced) and clip_grad_norm_ (norms to be summed over the ranks).
+            parameter.hybridpar_group = self.group  # type: ignore[attr-defined]
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        state = torch.tensor(self.margin.initial_state(), dtype=exact, device=device)
+        self.register_buffer("margin_state", state)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.embedding_size}, {self.num_classes}, margin={self.margin}, "
+            f"rank {self.group.rank} of {self.group.size} with {len(self.weight)} rows"
+        )
+
+    def forward(self, features: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss of the global batch. Collective.
+
+        Args:
+            features: [b, D] floating point, finite; b may differ between ranks and steps, and may be 0.
+            labels: int64 [b], global class ids, or ``ignore_index``.
+
+        Returns:
+            A scalar, float64 for float64 rows, else float32; 0 where every label of the global batch is ignored.
+
+        Raises:
+            ValueError: a label outside [0, K) on any rank, or a wrong shape; raised on every rank.
+            TypeError: labels not int64, or features not floating point; raised on every rank.
+            NonFiniteError: NaN or Inf among the features of any rank; raised on every rank.
+            CommunicationError: a rank did not take part.
+        """
+        error = self._first_error(features, labels)
+        norms = None
+        if error is None and self.margin.uses_norms:
+            norms = unit_rows(features.detach().to(self.margin_state.dtype))[1]
+        elif self.margin.uses_norms:
+            norms = self.margin_state.new_zeros(0)
+        ids = labels if error is None else torch.zeros(0, dtype=torch.int64, device=self.weight.device)
+        ids = torch.where(ids == self.ignore_index, -1, ids)
+        wants_gradient = error is None and torch.is_grad_enabled() and features.requires_grad
+        exchanged = self._exchange(ids, norms, wants_gradient, error)
+        batch = GlobalBatch(
+            exchanged.sizes, exchanged.labels_B, exchanged.norms_B, exchanged.wants_gradient,
+            self.training, self._product_dtype(features),
+        )  # fmt: skip
+        loss: Tensor = ShardedSoftmax.apply(  # type: ignore[no-untyped-call]
+            features, self.weight, self.bias, self.margin_state, batch, self._problem
+        )
+        return loss
+
+    def _first_error(self, features: Tensor, labels: Tensor) -> Exception | None:
+        """The first thing wrong on this rank. It is not raised here: the other ranks must learn of it."""
+        try:
+            check_features(features, self.embedding_size, self.weight.device)
+            check_labels(labels, features, self.num_classes, self.ignore_index)
+            check_finite(features, self.group.rank)
+        except (ValueError, TypeError, ArithmeticError) as error:
+            return error
+        return None
+
+    def _product_dtype(self, features: Tensor) -> torch.dtype:
+        if self.compute_dtype is not None:
+            return self.compute_dtype
+        device = features.device.type
+        if torch.is_autocast_enabled(device) and self.weight.dtype != torch.float64:
+            return torch.get_autocast_dtype(device)
+        return self.weight.dtype
+
+    @torch.no_grad()
+    def predict(self, features: Tensor, k: int = 1) -> tuple[Tensor, Tensor]:
+        """The k best classes of each feature, over all ranks. Collective; no margin is applied.
+
+        Args:
+            features: [b, D]; b may differ between ranks.
+            k: 1 to K.
+
+        Returns:
+            Scores [b, k] in descending order (cosines, or logits for ``Softmax``), and int64 class ids [b, k].
+
+        Raises:
+            ValueError, TypeError: wrong shape, dtype or k on any rank; raised on every rank.
+        """
+        error: Exception | None = None
+        try:
+            check_features(features, self.embedding_size, self.weight.device)
+            if not 1 <= k <= self.num_classes:
+                raise ValueError(f"k: expected 1 to {self.num_classes} (the number of classes), got {k}")
+        except (ValueError, TypeError) as problem:
+            error = problem
+        raise_together(self.group, error)
+        dtype = self._product_dtype(features)
+        return top_classes(self._problem, features, self.weight, self.bias, dtype, k)
+
+    @torch.no_grad()
+    def class_centers(self, ids: Tensor) -> Tensor:
+        """Rows of the given classes, wherever they live. Collective; ranks may ask for different classes.
+
+        Args:
+            ids: int64 [m], in any order, repeats allowed; m may differ between ranks.
+
+        Returns:
+            [m, D] in the dtype of the rows, as they are (not normalised).
+
+        Raises:
+            ValueError, TypeError: ids that are no classes on any rank; raised on every rank.
+        """
+        error: Exception | None = None
+        try:
+            check_labels(ids, ids, self.num_classes, ignore_index=None, name="ids")
+        except (ValueError, TypeError) as problem:
+            error = problem
+        raise_together(self.group, error)
+        return class_rows(self._problem, self.weight, ids)

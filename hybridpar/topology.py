@@ -1,0 +1,102 @@
+"""Which ranks there are and on which hosts. The only reader of launcher variables (torchrun, mpirun, Slurm, none)."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This process's place among the ranks.
+
+    Attributes:
+        rank, size: global rank in [0, size) and the number of ranks.
+        local_rank, local_size: the same, counted on this host only.
+        host: name of this host.
+        launcher: ``"torchrun"``, ``"openmpi"``, ``"hydra"`` (mpich, Intel MPI), ``"slurm"``, ``"threads"`` or ``"alone"``.
+        address, port: where rank 0 listens, or None when the launcher does not say.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    host: str = "localhost"
+    launcher: str = "alone"
+    address: str | None = None
+    port: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.rank < self.size and 0 <= self.local_rank < self.local_size):
+            raise ValueError(
+                f"expected 0 <= rank < size and 0 <= local_rank < local_size, got rank {self.rank} of {self.size}, "
+                f"local_rank {self.local_rank} of {self.local_size}; check the variables that the launcher set"
+            )
+
+
+# rank, size, local rank, local size; the first launcher whose rank variable is set wins.
+_LAUNCHERS: dict[str, tuple[str, str, str, str]] = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "openmpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+}
+
+
+def detect(environ: Mapping[str, str] | None = None) -> Topology:
+    """Read the launcher's variables.
+
+    Args:
+        environ: variables to read instead of the process's own.
+
+    Raises:
+        ValueError: a launcher set its rank but not its size, or a value is not a number.
+    """
+    environ = os.environ if environ is None else environ
+    for launcher, names in _LAUNCHERS.items():
+        if names[0] in environ:
+            return _from_variables(launcher, names, environ)
+    return Topology(host=socket.gethostname())
+
+
+def _from_variables(launcher: str, names: tuple[str, str, str, str], environ: Mapping[str, str]) -> Topology:
+    rank_name, size_name, local_rank_name, local_size_name = names
+    if size_name not in environ:
+        raise ValueError(
+            f"{rank_name} is set but {size_name} is not: expected a whole {launcher} environment; "
+            f"launch with {launcher}, or unset {rank_name} to run alone"
+        )
+    rank, size = _number(rank_name, environ), _number(size_name, environ)
+    local_rank = _number(local_rank_name, environ) if local_rank_name in environ else 0
+    local_size = _number(local_size_name, environ) if local_size_name in environ else local_rank + 1
+    address = environ.get("MASTER_ADDR")
+    port = _number("MASTER_PORT", environ) if "MASTER_PORT" in environ else None
+    if launcher == "slurm":
+        address = address or _first_slurm_host(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST")))
+        port = port or 20_000 + int(environ.get("SLURM_JOB_ID", "0")) % 20_000
+    return Topology(rank, size, local_rank, max(local_size, 1), socket.gethostname(), launcher, address, port)
+
+
+def _number(name: str, environ: Mapping[str, str]) -> int:
+    # Slurm writes "2(x3)" for two tasks on each of three nodes.
+    match = re.match(r"\d+", environ[name])
+    if match is None:
+        raise ValueError(f"expected a number in {name}, got {environ[name]!r}; unset it or launch again")
+    return int(match.group())
+
+
+def _first_slurm_host(nodes: str | None) -> str | None:
+    """First host of a Slurm list such as ``gpu[03-05,9],login1``."""
+    if not nodes:
+        return None
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
+    return None if match is None else match.group(1) + (match.group(2) or "")

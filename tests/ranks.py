@@ -1,0 +1,98 @@
+"""Run a function on N ranks: threads of this process, or spawned gloo processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.multiprocessing as multiprocessing
+
+from hybridpar.comm.group import Group, abort_thread_group, init, thread_groups
+
+
+def run_threads(
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout: float = 60.0,
+    return_exceptions: bool = False,
+) -> list[Any]:
+    """``function(group, *arguments)`` on ``size`` threads; results in rank order. The first rank's error is raised."""
+    groups = thread_groups(size, timeout=timeout)
+    results: list[Any] = [None] * size
+    errors: list[BaseException | None] = [None] * size
+
+    def work(group: Group) -> None:
+        torch.set_num_threads(1)
+        try:
+            results[group.rank] = function(group, *arguments)
+        except BaseException as error:
+            errors[group.rank] = error
+            abort_thread_group(group)
+
+    threads = [threading.Thread(target=work, args=(group,), daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout + 60)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    if return_exceptions:
+        return [error if error is not None else result for error, result in zip(errors, results, strict=True)]
+    for error in sorted((e for e in errors if e is not None), key=_is_consequence):
+        raise error
+    return results
+
+
+def _is_consequence(error: BaseException) -> bool:
+    return "another rank left" in str(error)
+
+
+def _process(rank: int, size: int, port: int, function: Callable[..., Any], arguments: Any, queue: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        # multiprocessing does not run atexit functions: close here.
+        group = init(timeout=60)
+        queue.put((rank, function(group, *arguments), None))
+        torch.distributed.destroy_process_group()
+    except BaseException as error:
+        queue.put((rank, None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+
+
+def run_processes(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
+    """The same on spawned processes with gloo. ``function`` is importable; results are picklable."""
+    context = multiprocessing.get_context("spawn")
+    port = free_port()
+    queue = context.Queue()
+    processes = [
+        context.Process(target=_process, args=(rank, size, port, function, arguments, queue), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        answers = {}
+        for _ in processes:
+            rank, result, error = queue.get(timeout=timeout)
+            answers[rank] = (result, error)
+    finally:
+        for process in processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+    failed = {rank: error for rank, (_, error) in answers.items() if error}
+    assert not failed, "\n".join(f"rank {rank}: {error}" for rank, error in sorted(failed.items()))
+    return [answers[rank][0] for rank in range(size)]
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
