@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -156,14 +157,22 @@ std::byte *at(void *data, std::int64_t index, DType dtype) {
     return static_cast<std::byte *>(data) + index * static_cast<std::int64_t>(item_size(dtype));
 }
 
-// Visits a strided tensor in row-major order of its logical indices: `next` yields runs of elements that
-// lie `step` apart. Neighbouring dimensions that form one arithmetic sequence are merged first.
+// A piece of a strided tensor: `rows` runs of `length` elements, the first at `offset`.
+struct Tile {
+    std::int64_t offset, rows, length, row_step, step;
+};
+
+// Visits a strided tensor in row-major order of its logical indices, tile by tile. Neighbouring dimensions
+// that form one arithmetic sequence are merged first.
 class RowMajor {
   public:
     explicit RowMajor(const Tensor &tensor) {
+        // Two dimensions at least, so that there always are rows.
+        shape_ = {1, 1};
+        strides_ = {0, 0};
         for (std::int64_t i = 0; i < tensor.dimensions; ++i) {
             if (tensor.shape[i] == 1) continue;
-            if (!shape_.empty() && strides_.back() == tensor.shape[i] * tensor.strides[i]) {
+            if (shape_.back() > 1 && strides_.back() == tensor.shape[i] * tensor.strides[i]) {
                 shape_.back() *= tensor.shape[i];
                 strides_.back() = tensor.strides[i];
             } else {
@@ -171,56 +180,63 @@ class RowMajor {
                 strides_.push_back(tensor.strides[i]);
             }
         }
-        if (shape_.empty()) {
-            shape_.push_back(tensor.count);
-            strides_.push_back(1);
-        }
         index_.assign(shape_.size(), 0);
     }
 
-    // At most `limit` elements: sets their first offset and returns their number.
-    std::int64_t next(std::int64_t limit, std::int64_t &offset) {
+    // The next elements, `limit` at most: whole rows where they fit, else a piece of one.
+    Tile next(std::int64_t limit) {
         const std::size_t last = shape_.size() - 1;
-        offset = offset_;
-        const std::int64_t length = std::min(limit, shape_[last] - index_[last]);
-        advance(last, length);
-        for (std::size_t i = last; i > 0 && index_[i] == shape_[i]; --i) {
-            offset_ -= index_[i] * strides_[i];
-            index_[i] = 0;
-            advance(i - 1, 1);
+        Tile tile{offset_, 1, std::min(limit, shape_[last] - index_[last]), strides_[last - 1], strides_[last]};
+        if (tile.length == shape_[last]) {
+            tile.rows = std::min(limit / tile.length, shape_[last - 1] - index_[last - 1]);
+            advance(last - 1, tile.rows);
+        } else {
+            advance(last, tile.length);
         }
-        return length;
-    }
-
-    std::int64_t step() const {
-        return strides_.back();
+        return tile;
     }
 
   private:
+    // Moves on in one dimension and carries into those before it.
     void advance(std::size_t dimension, std::int64_t by) {
         index_[dimension] += by;
         offset_ += by * strides_[dimension];
+        for (std::size_t i = dimension; i > 0 && index_[i] == shape_[i]; --i) {
+            offset_ += strides_[i - 1] - index_[i] * strides_[i];
+            index_[i] = 0;
+            ++index_[i - 1];
+        }
     }
 
     std::vector<std::int64_t> shape_, strides_, index_;
     std::int64_t offset_ = 0;
 };
+// Where the rows and their elements lie on one side of a copy, in elements.
+struct Steps {
+    std::int64_t row, element;
+};
 
 template <typename Bits>
-void copy_strided(const void *source, std::int64_t source_step, void *target, std::int64_t target_step,
-                  std::int64_t count) {
-    const auto *from = static_cast<const Bits *>(source);
-    auto *to = static_cast<Bits *>(target);
-    for (std::int64_t i = 0; i < count; ++i)
-        to[i * target_step] = from[i * source_step];
+void copy_tile(const void *source, Steps from, void *target, Steps to, std::int64_t rows, std::int64_t length) {
+    const auto *in = static_cast<const Bits *>(source);
+    auto *out = static_cast<Bits *>(target);
+    for (std::int64_t row = 0; row < rows; ++row)
+        for (std::int64_t i = 0; i < length; ++i)
+            out[row * to.row + i * to.element] = in[row * from.row + i * from.element];
 }
 
-void copy_strided(DType dtype, const void *source, std::int64_t source_step, void *target, std::int64_t target_step,
-                  std::int64_t count) {
+// Bits unchanged, between a tile of a tensor and its row-major copy in a block.
+void copy_tile(DType dtype, const void *source, Steps from, void *target, Steps to, Tile tile) {
+    // Transposed memory, such as channels-last weights, is walked along its own rows.
+    if (tile.rows > 1 && tile.row_step < tile.step) {
+        std::swap(from.row, from.element);
+        std::swap(to.row, to.element);
+        std::swap(tile.rows, tile.length);
+    }
     switch (item_size(dtype)) {
-    case 2: return copy_strided<std::uint16_t>(source, source_step, target, target_step, count);
-    case 4: return copy_strided<std::uint32_t>(source, source_step, target, target_step, count);
-    default: return copy_strided<std::uint64_t>(source, source_step, target, target_step, count);
+    case 2: return copy_tile<std::uint16_t>(source, from, target, to, tile.rows, tile.length);
+    case 4: return copy_tile<std::uint32_t>(source, from, target, to, tile.rows, tile.length);
+    default: return copy_tile<std::uint64_t>(source, from, target, to, tile.rows, tile.length);
     }
 }
 
@@ -235,11 +251,10 @@ std::int64_t pack_strided(const Tensor &tensor, std::byte *target, DType dtype, 
     for (std::int64_t done = 0; done < tensor.count;) {
         const std::int64_t length = std::min(kBlock, tensor.count - done);
         for (std::int64_t filled = 0; filled < length;) {
-            std::int64_t offset = 0;
-            const std::int64_t run = walk.next(length - filled, offset);
-            copy_strided(tensor.dtype, at(tensor.data, offset, tensor.dtype), walk.step(),
-                         at(&block, filled, tensor.dtype), 1, run);
-            filled += run;
+            const Tile tile = walk.next(length - filled);
+            copy_tile(tensor.dtype, at(tensor.data, tile.offset, tensor.dtype), {tile.row_step, tile.step},
+                      at(&block, filled, tensor.dtype), {tile.length, 1}, tile);
+            filled += tile.rows * tile.length;
         }
         bad += convert(&block, at(target, done, dtype), length, scale);
         done += length;
@@ -255,11 +270,10 @@ std::int64_t unpack_strided(std::byte *source, DType dtype, const Tensor &tensor
         const std::int64_t length = std::min(kBlock, tensor.count - done);
         bad += convert(at(source, done, dtype), &block, length, scale);
         for (std::int64_t drained = 0; drained < length;) {
-            std::int64_t offset = 0;
-            const std::int64_t run = walk.next(length - drained, offset);
-            copy_strided(tensor.dtype, at(&block, drained, tensor.dtype), 1, at(tensor.data, offset, tensor.dtype),
-                         walk.step(), run);
-            drained += run;
+            const Tile tile = walk.next(length - drained);
+            copy_tile(tensor.dtype, at(&block, drained, tensor.dtype), {tile.length, 1},
+                      at(tensor.data, tile.offset, tensor.dtype), {tile.row_step, tile.step}, tile);
+            drained += tile.rows * tile.length;
         }
         done += length;
     }

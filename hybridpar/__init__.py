@@ -2,6 +2,7 @@
 
 from hybridpar import checkpoint, partition
 from hybridpar.comm import functional
+from hybridpar.comm.agreement import together
 from hybridpar.comm.errors import CommunicationError, NonFiniteError
 from hybridpar.comm.functional import global_mean
 from hybridpar.comm.group import Group, abort_thread_group, init, thread_groups
@@ -47,4 +48,5 @@ __all__ = [
     "init",
     "partition",
     "thread_groups",
+    "together",
 ]

@@ -50,7 +50,7 @@ class DataParallel(nn.Module):
         super().__init__()
         if reduction not in ("sum", "mean"):
             raise ValueError(f"reduction: expected 'sum' or 'mean', got {reduction!r}")
-        self.module, self.group, self._broadcast_buffers = module, group, broadcast_buffers
+        self.module, self.group, self._broadcasts_buffers = module, group, broadcast_buffers
         named = {name: p for name, p in module.named_parameters() if p.requires_grad and not _is_sharded(p)}
         if not named:
             raise ValueError("DataParallel: expected parameters that require a gradient, got none; use the module bare")
@@ -72,9 +72,13 @@ class DataParallel(nn.Module):
         """The wrapped module's forward."""
         if self._backward_running:
             raise RuntimeError("the last backward pass failed on this rank, so the ranks are out of step; start again")
-        if torch.is_grad_enabled() and self.training and self._synchronise and self._broadcast_buffers:
-            broadcast_tensors(self.module.buffers(), self.group)
+        if torch.is_grad_enabled() and self.training and self._synchronise and self._broadcasts_buffers:
+            self.broadcast_buffers()
         return self.module(*args, **kwargs)
+
+    def broadcast_buffers(self) -> None:
+        """Collective: give every rank rank 0's buffers, for example before an evaluation that the ranks share."""
+        broadcast_tensors(self.module.buffers(), self.group)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -112,7 +116,7 @@ class DataParallel(nn.Module):
         if not self._backward_running:
             self._backward_running = True
             # Runs on this thread when the whole backward pass is done, before backward() returns.
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
         self._engine.submit(index, self._gradient(index))
 
     def _gradient(self, index: int) -> Tensor:

@@ -2,70 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
+import numpy.typing as npt
 
 from hybridpar.comm.group import Group
+
+Int64Array = npt.NDArray[np.int64]
+UInt64Array = npt.NDArray[np.uint64]
 
 _ROUNDS = 4
 
 
 class GlobalOrder:
-    """Shuffled sample indices whose position is one number, whatever the number of ranks.
+    """Shuffled sample indices; a place in them is one number, whatever the number of ranks.
 
     Each epoch is a permutation of [0, num_samples) that is computed, not stored: a Feistel network over the next
-    power of four, with values beyond the end walked on (cycle walking, Black and Rogaway 2002). So it costs nothing
-    at 10^9 samples, and any position can be reached at once after a resume. The last, smaller batch of an epoch is
-    filled from the next epoch, so all global batches are equal.
+    power of four, where values beyond the end are walked on (cycle walking, Black and Rogaway 2002). So it costs
+    nothing at 10^9 samples, and any position is reached at once after a resume. A batch at the end of an epoch is
+    filled from the next one, so all global batches are equal.
 
     Args:
         num_samples: N, at least 1.
-        global_batch: samples of one step over all ranks; at least one for each rank.
-        seed: of the order.
+        seed: of the order; the same on all ranks.
+
+    Raises:
+        ValueError: no samples.
     """
 
-    def __init__(self, num_samples: int, global_batch: int, *, seed: int = 0) -> None:
-        if num_samples < 1 or global_batch < 1:
-            raise ValueError(f"expected at least one sample and a batch of one, got {num_samples} and {global_batch}")
-        self.num_samples, self.global_batch, self.seed = num_samples, global_batch, seed
+    def __init__(self, num_samples: int, *, seed: int = 0) -> None:
+        if num_samples < 1:
+            raise ValueError(f"num_samples: expected at least 1, got {num_samples}")
+        self.num_samples, self.seed = num_samples, seed
         self._half_bits = max(1, ((num_samples - 1).bit_length() + 1) // 2)
 
-    def epoch(self, step: int) -> float:
-        """Epochs done before step ``step``."""
-        return step * self.global_batch / self.num_samples
-
-    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
-        """Sample indices and their epochs, int64 [global_batch], of step ``step`` (counted from 0)."""
-        positions = np.arange(step * self.global_batch, (step + 1) * self.global_batch, dtype=np.int64)
-        epochs, places = np.divmod(positions, self.num_samples)
+    def take(self, position: int, count: int) -> tuple[Int64Array, Int64Array]:
+        """Sample indices and their epochs, int64 [count], from ``position`` (samples taken before) on."""
+        if position < 0 or count < 0:
+            raise ValueError(f"expected position and count of at least 0, got {position} and {count}")
+        epochs, places = np.divmod(np.arange(position, position + count, dtype=np.int64), self.num_samples)
         indices = np.empty_like(places)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
             indices[chosen] = self._permute(places[chosen], int(epoch))
         return indices, epochs
 
-    def local_batch(self, step: int, group: Group) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
-        """This rank's slice of ``batch(step)``: contiguous, sizes differing by at most one."""
-        indices, epochs = self.batch(step)
-        bounds = [self.global_batch * rank // group.size for rank in range(group.size + 1)]
-        mine = slice(bounds[group.rank], bounds[group.rank + 1])
-        return indices[mine], epochs[mine]
+    def take_local(self, position: int, global_count: int, group: Group) -> tuple[Int64Array, Int64Array]:
+        """This rank's part of ``take(position, global_count)``: contiguous, sizes differing by at most one."""
+        first = global_count * group.rank // group.size
+        last = global_count * (group.rank + 1) // group.size
+        return self.take(position + first, last - first)
 
-    def steps(self, first: int, last: int, group: Group) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:  # type: ignore[type-arg]
-        """(step, indices, epochs) of this rank for the steps in [first, last)."""
-        return ((step, *self.local_batch(step, group)) for step in range(first, last))
-
-    def _permute(self, places: np.ndarray, epoch: int) -> np.ndarray:  # type: ignore[type-arg]
-        keys = np.random.default_rng([self.seed & 0xFFFF_FFFF_FFFF_FFFF, epoch]).integers(
-            0, 2**63, size=_ROUNDS, dtype=np.uint64
-        )
-        values = self._feistel(places.astype(np.uint64), keys)
+    def _permute(self, places: Int64Array, epoch: int) -> Int64Array:
+        entropy = [self.seed & 0xFFFF_FFFF_FFFF_FFFF, epoch]
+        words = np.random.SeedSequence(entropy).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
+        values = self._feistel(places.astype(np.uint64), words)
         while (beyond := values >= self.num_samples).any():
-            values[beyond] = self._feistel(values[beyond], keys)
+            values[beyond] = self._feistel(values[beyond], words)
         return values.astype(np.int64)
 
-    def _feistel(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    def _feistel(self, values: UInt64Array, keys: UInt64Array) -> UInt64Array:
         bits, mask = np.uint64(self._half_bits), np.uint64((1 << self._half_bits) - 1)
         left, right = values >> bits, values & mask
         for key in keys:

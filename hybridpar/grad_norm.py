@@ -88,7 +88,7 @@ def _norm_dtype(gradient: Tensor) -> torch.dtype:
 
 
 def _raise_first_nonfinite(by_group: dict[Group | None, list[tuple[str, Tensor]]]) -> None:
-    """All ranks come here together, for the norm is the same on all of them. Finds nothing where only the norm overflows."""
+    """All ranks come here together, for the norm is the same on all of them."""
     for group, members in by_group.items():
         bad = [name for name, p in members if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
         everyone = [bad] if group is None else group.all_gather_json(bad)

@@ -87,9 +87,10 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         normal, mean, variance, total = _Normalize.apply(input, self.eps, self.group)  # type: ignore[no-untyped-call]
         if self.training and self.running_mean is not None:
             self._track(mean, variance, total)
-        if self.weight is None:
-            return normal  # type: ignore[no-any-return]
-        return normal * _along_channels(self.weight, input) + _along_channels(self.bias, input)
+        output: Tensor = normal
+        if self.affine:
+            output = output * _along_channels(self.weight, input) + _along_channels(self.bias, input)
+        return output
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:

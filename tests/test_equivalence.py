@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
 
 Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizer] = {
+    # Small enough that five steps do not multiply float32 rounding beyond 1e-5 in the dense run either.
+    "gentle-sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=5e-4),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9, weight_decay=5e-4),
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.02),
@@ -54,6 +57,7 @@ class Run:
 
 
 def _backbone(run: Run) -> nn.Module:
+    """Not for threads: it seeds the global generator."""
     with torch.random.fork_rng():
         torch.manual_seed(11)
         # No bias before the batch norm: its gradient is exactly 0, and AdamW would blow up the rounding.
@@ -80,16 +84,17 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, 
     return {name: state[name] for name in ("momentum_buffer", "exp_avg", "exp_avg_sq") if name in state}
 
 
-def _train_dense(run: Run) -> dict[str, Tensor]:
+def _train_dense(run: Run, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """Everything that training touches, by name; `grad/...` are those of every step."""
     weight, bias, batches = _data(run)
-    backbone = _backbone(run)
+    weight, bias, batches = weight.to(dtype), bias.to(dtype), [(images.to(dtype), labels) for images, labels in batches]
+    backbone = _backbone(run).to(dtype)
     rows, offsets = nn.Parameter(weight), nn.Parameter(bias)
     named = dict(backbone.named_parameters()) | {"head.weight": rows}
     if has_bias(run.margin):
         named["head.bias"] = offsets
     optimizer = OPTIMIZERS[run.optimizer](list(named.values()))
-    state = initial_state(run.margin, run.dtype)
+    state = initial_state(run.margin, dtype)
     trail: dict[str, Tensor] = {}
     for step in range(0, len(batches), run.micro):
         optimizer.zero_grad()
@@ -112,9 +117,9 @@ def _train_dense(run: Run) -> dict[str, Tensor]:
     return trail
 
 
-def _train_rank(group: Any, run: Run) -> tuple[Tensor, dict[str, Tensor]]:
+def _train_rank(group: Any, run: Run, backbone: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     weight, bias, batches = _data(run)
-    backbone = _backbone(run)
+    backbone = copy.deepcopy(backbone)
     if run.batch_norm:
         backbone = hp.SyncBatchNorm.convert(backbone, group)
     if group.rank > 0:
@@ -159,36 +164,44 @@ def _train_rank(group: Any, run: Run) -> tuple[Tensor, dict[str, Tensor]]:
     return ids, trail
 
 
-def _compare(run: Run, ranks: list[tuple[Tensor, dict[str, Tensor]]], tolerance: float) -> None:
+def _compare(run: Run, ranks: list[tuple[Tensor, dict[str, Tensor]]], least: float) -> None:
+    """To `least`, or in float32 to three times the error of the dense float32 run where that strays further."""
     expected = _train_dense(run)
+    same_dtype = _train_dense(run, run.dtype)
     for _, trail in ranks:
         assert set(trail) == set(expected)
     for name, value in expected.items():
+        # The states are means of cosines (or of norms), of order 1.
+        floor = float(name == "margin_state")
+        unit = max(value.abs().max().item(), floor)
+        tolerance = max(least, 3 * (same_dtype[name].double() - value.double()).abs().max().item() / unit)
         if "head." in name:
             rows = dense_rows([(ids, trail[name]) for ids, trail in ranks], CLASSES)
             assert_close(rows, value, tolerance, name)
             continue
         for rank, (_, trail) in enumerate(ranks):
             assert torch.equal(trail[name], ranks[0][1][name]), f"{name} of rank {rank} differs from rank 0"
-        assert_close(ranks[0][1][name], value, tolerance, name)
+        assert_close(ranks[0][1][name], value, tolerance, name, floor)
 
 
 def _check(run: Run, tolerance: float = 1e-10) -> None:
-    _compare(run, run_threads(run.ranks, _train_rank, run), tolerance)
+    _compare(run, run_threads(run.ranks, _train_rank, run, _backbone(run)), tolerance)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adamw"])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_five_steps_of_training_equal_the_dense_run_in_float64(name: str, optimizer: str, ranks: int) -> None:
     _check(Run(ranks, MARGINS[name], optimizer, rule=["even", "striped", RandomRule(2)][ranks % 3]))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("optimizer", ["gentle-sgd", "adamw"])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_five_steps_of_training_equal_the_dense_run_in_float32(name: str, ranks: int) -> None:
-    margin = MARGINS[name]
-    _check(Run(ranks, margin, dtype=torch.float32), 1e-5)
+def test_five_steps_of_training_in_float32_equal_the_dense_run_in_float64(
+    name: str, optimizer: str, ranks: int
+) -> None:
+    _check(Run(ranks, MARGINS[name], optimizer, dtype=torch.float32), 1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -216,25 +229,68 @@ def test_one_large_bucket_and_many_small_ones_train_the_same() -> None:
         _check(Run(2, MARGINS["cosface"], bucket_bytes=size))
 
 
-def _train_process(group: Any, run: Run) -> Any:
-    ids, trail = _train_rank(group, run)
-    return ids.numpy(), {name: value.numpy() for name, value in trail.items()}
+def test_other_gradients_taken_in_between_leave_those_of_the_parameters_alone() -> None:
+    """torch.autograd.grad (a gradient penalty, a probe) accumulates nothing, so it may take nothing away."""
+
+    def work(group: Any) -> Any:
+        model = hp.DataParallel(nn.Linear(2, 2), group=group)
+        model(torch.ones(3, 2)).sum().backward()
+        summed = model.module.weight.grad.clone()
+        torch.autograd.grad(model(torch.ones(3, 2)).square().sum(), list(model.module.parameters()))
+        assert model.module.weight.grad is not None, "the gradient is gone"
+        assert torch.equal(model.module.weight.grad, summed)
+
+    run_threads(2, work)
 
 
-def test_gloo_processes_train_as_one() -> None:
-    run = Run(2, MARGINS["magface"], "sgd", batch_norm=True, micro=2)
-    results = run_processes(2, _train_process, run)
-    ranks = [
-        (torch.from_numpy(ids), {name: torch.as_tensor(value) for name, value in trail.items()})
-        for ids, trail in results
-    ]
-    _compare(run, ranks, 1e-10)
+class _Pause(torch.autograd.Function):
+    """The identity, whose backward takes a while: long enough for gradients on their way to arrive."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        time.sleep(0.2)
+        return grads[0]
 
 
-def _ddp_rank(group: Any, run: Run) -> Any:
-    """The backbone under torch's own DDP, which averages."""
+class _LateOffset(nn.Module):
+    """x * weight + offset. Of one sample, `offset` gets a view of the very gradient that `weight` still needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.offset = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = _Pause.apply(x * self.weight)
+        return scaled + self.offset.view(1, -1)
+
+
+def test_a_sum_may_not_be_written_into_memory_that_backward_still_reads() -> None:
+    factors = torch.tensor([[1.0], [10.0]])
+
+    def work(group: Any) -> Any:
+        model = hp.DataParallel(_LateOffset(), group=group, bucket_bytes=1)
+        (model(torch.ones(1, 4)) * factors[group.rank]).sum().backward()
+        return model.module.offset.grad, model.module.weight.grad
+
+    for offset, weight in run_threads(2, work):
+        assert torch.equal(offset, torch.full((4,), 11.0))
+        assert torch.equal(weight, torch.full((4,), 11.0))
+
+
+def _in_process(group: Any, run: Run, averaged: Run) -> Any:
+    ids, trail = _train_rank(group, run, _backbone(run))
+    return ids.numpy(), {name: value.numpy() for name, value in trail.items()}, _ddp_gradients(group, averaged)
+
+
+def _ddp_gradients(group: Any, run: Run) -> Any:
+    """Of a backbone under torch's own DDP, which averages."""
     weight, _, batches = _data(run)
-    model = nn.parallel.DistributedDataParallel(copy.deepcopy(_backbone(run)))
+    model = nn.parallel.DistributedDataParallel(_backbone(run))
     head = hp.ShardedClassifier(
         EMBEDDING, CLASSES, margin=run.margin, dtype=run.dtype, backbone_reduction="mean", group=group
     )
@@ -244,9 +300,16 @@ def _ddp_rank(group: Any, run: Run) -> Any:
     return {name: p.grad.numpy() for name, p in model.module.named_parameters()}
 
 
-def test_torch_ddp_with_reduction_mean_gets_the_gradient_of_the_global_mean() -> None:
-    run = Run(2, MARGINS["arcface-small-scale"])
-    expected = _train_dense(run)
-    for gradients in run_processes(2, _ddp_rank, run):
+def test_gloo_processes_train_as_one_with_our_data_parallel_and_with_torchs() -> None:
+    run = Run(2, MARGINS["magface"], "sgd", batch_norm=True, micro=2)
+    averaged = Run(2, MARGINS["arcface-small-scale"])
+    results = run_processes(2, _in_process, run, averaged)
+    ranks = [
+        (torch.from_numpy(ids), {name: torch.as_tensor(value) for name, value in trail.items()})
+        for ids, trail, _ in results
+    ]
+    _compare(run, ranks, 1e-10)
+    expected = _train_dense(averaged)
+    for _, _, gradients in results:
         for name, value in gradients.items():
             assert_close(torch.from_numpy(value), expected[f"grad/0/{name}"], 1e-10, name)

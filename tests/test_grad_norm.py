@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hybridpar as hp
-from tests.head.cases import MARGINS, assert_close, dense_rows
+from tests.head.cases import MARGINS, assert_close, dense_rows, errors_of
 from tests.ranks import run_threads
 
 CLASSES, EMBEDDING = 11, 4
@@ -136,7 +136,7 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank(where: str, rank: 
         parameters = [*backbone.parameters(), *head.parameters()]
         return hp.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=refuse)
 
-    for error in run_threads(3, work, True, return_exceptions=True):
+    for error in errors_of(3, work, True):
         assert isinstance(error, hp.NonFiniteError), error
         assert str(rank) in str(error)
         index = {"0.bias": 1, "weight": 2, "bias": 3}[where]
@@ -164,7 +164,7 @@ def test_limits_without_a_meaning_are_refused(max_norm: float, norm_type: float)
         head = hp.ShardedClassifier(EMBEDDING, CLASSES, group=group)
         hp.clip_grad_norm_(head.parameters(), max_norm, norm_type)
 
-    assert all(type(error) is ValueError for error in run_threads(2, work, return_exceptions=True))
+    assert all(type(error) is ValueError for error in errors_of(2, work))
 
 
 def test_float32_and_bfloat16_gradients_are_summed_in_at_least_float32() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hybridpar as hp
+from tests.head.cases import errors_of
 from tests.ranks import run_threads
 
 SIZES = {1: ((5,), (3,)), 2: ((3, 4), (0, 2)), 3: ((1, 4, 2), (2, 0, 1)), 4: ((1, 1, 3, 2), (0, 4, 0, 1))}
@@ -128,7 +129,7 @@ def test_one_value_a_channel_in_the_whole_batch_is_refused_on_every_rank() -> No
     def work(group: Any) -> None:
         hp.SyncBatchNorm(3, group=group)(torch.ones(1 if group.rank == 0 else 0, 3))
 
-    errors = run_threads(2, work, return_exceptions=True)
+    errors = errors_of(2, work)
     assert all(type(error) is ValueError for error in errors), errors
 
 
@@ -193,12 +194,38 @@ def test_eval_mode_is_plain_batch_norm_and_needs_no_other_rank() -> None:
     torch.testing.assert_close(out, norm(x), rtol=1e-13, atol=1e-13)
 
 
+def test_eval_mode_without_running_statistics_is_local_too() -> None:
+    norm = _plain(nn.BatchNorm1d, track_running_stats=False).eval()
+    x = _draw(4, 3, seed=4)
+
+    def work(group: Any) -> Any:
+        layer = hp.SyncBatchNorm.convert(copy.deepcopy(norm), group).eval()
+        return None if group.rank == 1 else layer(x)
+
+    out, _ = run_threads(2, work, timeout=10.0)
+    torch.testing.assert_close(out, norm(x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_converted_module_can_be_copied() -> None:
+    """Averaged (EMA) models are deep copies; the copy works over the same ranks."""
+
+    def work(group: Any, parts: list[Tensor]) -> Any:
+        module = hp.SyncBatchNorm.convert(_plain(nn.BatchNorm1d), group)
+        twin = copy.deepcopy(module)
+        assert twin.weight is not module.weight
+        return module(parts[group.rank]).detach(), twin(parts[group.rank]).detach()
+
+    parts = [_draw(3, 3, seed=1), _draw(2, 3, seed=2)]
+    for out, twins in run_threads(2, work, parts):
+        assert torch.equal(out, twins)
+
+
 @pytest.mark.parametrize("shape", [(2, 4), (2,), (2, 4, 3)], ids=str)
 def test_another_channel_count_or_no_channels_is_refused(shape: tuple[int, ...]) -> None:
     def work(group: Any) -> None:
         hp.SyncBatchNorm(3, group=group)(torch.ones(shape))
 
-    errors = run_threads(2, work, return_exceptions=True)
+    errors = errors_of(2, work)
     assert all(type(error) is ValueError for error in errors), errors
 
 

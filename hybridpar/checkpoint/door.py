@@ -7,20 +7,19 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hybridpar.checkpoint import files, optimizers, random_state, rows
 from hybridpar.checkpoint.optimizers import Optimizers
-from hybridpar.comm.agreement import raise_together
+from hybridpar.comm.agreement import together
 from hybridpar.comm.group import Group
 from hybridpar.data_parallel import DataParallel
 from hybridpar.head.classifier import ShardedClassifier
 
 log = logging.getLogger("hybridpar")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def save(
     names = _parameter_names(model, head)
     named_optimizers = optimizers.by_name(optimizer)
     partial = Path(_on_root(group, lambda: str(files.start(directory, step))))
-    entries, row_description = _together(
+    entries, row_description = together(
         group, lambda: _write_files(partial, group, model, head, named_optimizers, names)
     )
     everyone = group.all_gather_json(entries)
@@ -134,8 +133,15 @@ def load(
     path, manifest, skipped = _choose(directory, step, verify, group)
     for reason in skipped if group.rank == 0 else ():
         log.warning("checkpoint skipped: %s; using %s instead", reason, path.name)
-    _together(group, lambda: _restore(path, manifest, model, head, optimizer, group))
+    together(group, lambda: _restore(path, manifest, model, head, optimizer, group))
     return Checkpoint(manifest["step"], path, manifest["extra"], tuple(skipped))
+
+
+def newest(directory: str | Path) -> Path | None:
+    """The newest complete checkpoint in ``directory``, without opening it; None where there is none."""
+    steps = reversed(files.steps_present(Path(directory)))
+    paths = (files.step_path(Path(directory), step) for step in steps)
+    return next((path for path in paths if (path / files.MANIFEST).is_file()), None)
 
 
 def _write_files(
@@ -199,9 +205,8 @@ def _restore(
         _check_model(path, manifest["model"], _shapes(_bare(model).state_dict()))
     if head is not None:
         _check_head(path, manifest["head"], head)
-        row_tensors = rows.read_rows(
-            path, manifest["head"]["shards"], head.layout, head.group.rank, rows.row_likes(manifest["head"]["rows"])
-        )
+        wanted = rows.row_likes(manifest["head"]["rows"], None if optimizer is None else optimizers.by_name(optimizer))
+        row_tensors = rows.read_rows(path, manifest["head"]["shards"], head.layout, head.group.rank, wanted)
     if model is not None:
         _bare(model).load_state_dict(load_file(path / "model.safetensors"))
     if head is not None:
@@ -286,17 +291,6 @@ def _rank_name(rank: int, size: int) -> str:
     return f"random-{rank:05d}-of-{size:05d}.safetensors"
 
 
-def _together(group: Group, work: Callable[[], Result]) -> Result:
-    """Collective: do ``work`` on every rank; if it fails on one, it fails on all."""
-    problem: Exception | None = None
-    try:
-        result = work()
-    except (OSError, ValueError, TypeError) as error:
-        problem = error
-    raise_together(group, problem)
-    return result
-
-
 def _on_root(group: Group, work: Callable[[], Any]) -> Any:
     """Collective: do ``work`` on rank 0 and give its result, which JSON can hold, to all."""
-    return group.broadcast_json(_together(group, lambda: work() if group.rank == 0 else None))
+    return group.broadcast_json(together(group, lambda: work() if group.rank == 0 else None))

@@ -15,6 +15,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -47,8 +48,11 @@ def start(directory: Path, step: int) -> Path:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Write a safetensors file, force it to disk, and return its manifest entry."""
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+    """Write a safetensors file, force it to disk, and return its manifest entry. Raises OSError."""
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
     _sync(path)
     return {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
 

@@ -95,7 +95,9 @@ def restore(
             prefix = f"{key}/{names[parameter]}/"
             state = dict(saved["plain"].get(names[parameter], {}))
             for source in (replicated, rows):
-                state |= {k.removeprefix(prefix): _near(v, parameter) for k, v in source.items() if k.startswith(prefix)}
+                state |= {
+                    k.removeprefix(prefix): _near(v, parameter) for k, v in source.items() if k.startswith(prefix)
+                }
             if state:
                 optimizer.state[parameter] = state
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,19 @@ def _spans(places: Tensor) -> Iterator[tuple[int, int, slice]]:
         first = last
 
 
-def row_likes(described: dict[str, Any]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """What the manifest says of the tensors in the shards, as ``read_rows`` takes it."""
-    return {name: (torch.Size(shape), getattr(torch, dtype)) for name, (shape, dtype) in described.items()}
+def row_likes(
+    described: dict[str, Any], optimizer_names: Collection[str] | None
+) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """What the manifest says of the tensors in the shards, as ``read_rows`` takes it.
+
+    Args:
+        optimizer_names: optimizers whose state is wanted as well; None for parameters only.
+    """
+    return {
+        name: (torch.Size(shape), getattr(torch, dtype))
+        for name, (shape, dtype) in described.items()
+        if "/" not in name or name.split("/")[0] in (optimizer_names or ())
+    }
 
 
 def describe_rows(tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from hybridpar.comm.errors import NonFiniteError
 from hybridpar.comm.group import Group
+
+Result = TypeVar("Result")
 
 # What other ranks raise for an error of that name; anything else becomes a RuntimeError that names it.
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, TypeError, OSError, PermissionError, FileNotFoundError)
 }
+
+
+def together(group: Group, work: Callable[[], Result]) -> Result:
+    """Collective: do ``work`` on every rank; if it fails on one of them, every rank raises.
+
+    Args:
+        work: must not itself communicate. Its ValueError, TypeError and OSError are shared.
+    """
+    problem: Exception | None = None
+    try:
+        result = work()
+    except (OSError, ValueError, TypeError) as error:
+        problem = error
+    raise_together(group, problem)
+    return result
 
 
 def raise_together(group: Group, error: Exception | None) -> None:

@@ -49,9 +49,7 @@ class Engine:
         self._home: dict[int, int] = {}
         self._next = 0
 
-    def register(
-        self, names: Sequence[str], tensors: Sequence[Tensor], order: Sequence[int] | None = None
-    ) -> None:
+    def register(self, names: Sequence[str], tensors: Sequence[Tensor], order: Sequence[int] | None = None) -> None:
         """Collective: say what will be sent.
 
         Args:

@@ -49,7 +49,7 @@ class Group:
             process_group: None means all ranks of the job.
             timeout: seconds that one collective may wait for the other ranks.
         """
-        ranks = dist.get_process_group_ranks(process_group)  # type: ignore[no-untyped-call]
+        ranks = dist.get_process_group_ranks(process_group)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         lane = TorchLane(ranks, backend, timeout)
         topology = detect()
@@ -202,7 +202,7 @@ def _meet_through_mpi(topology: Topology) -> Topology:
         from mpi4py import MPI
     except ImportError as error:
         raise ValueError(
-            f"{topology.launcher} does not say where the ranks meet: expected MASTER_ADDR and MASTER_PORT, got neither; "
+            f"{topology.launcher} does not say where ranks meet: expected MASTER_ADDR and MASTER_PORT, got neither; "
             "set them, or install hybridpar[mpi] so that the ranks can agree over MPI"
         ) from error
     world = MPI.COMM_WORLD

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
@@ -140,7 +140,7 @@ class ThreadLane(Lane):
             raise CommunicationError(reason, rank=self.rank, operation=operation, tensor=tensor) from None
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
-        combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+        combine: Callable[..., Tensor] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
         with self._shared(tensor, "all_reduce", describe(tensor)) as slots:
             values = _tensors(slots)
             result = values[0].clone()

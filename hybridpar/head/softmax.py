@@ -153,7 +153,8 @@ def inverse_row_norms(problem: Problem, weight: Tensor) -> Tensor | None:
     if not problem.margin.normalized:
         return None
     exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(weight, dim=1, dtype=exact).clamp_(min=1e-12).reciprocal_()
+    norms: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=exact)
+    return norms.clamp_(min=1e-12).reciprocal_()
 
 
 class PassA(NamedTuple):

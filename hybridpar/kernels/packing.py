@@ -104,7 +104,11 @@ def _check(
     if not {tensor.dtype for tensor in present} <= _CODES.keys():
         i, tensor = next((i, t) for i, t in enumerate(tensors) if t is not None and t.dtype not in _CODES)
         raise TypeError(f"expected tensors of {_names()}, got {tensor.dtype} at position {i}; cast it first")
-    if not {tensor.device for tensor in present} <= {bucket.device}:
+    # is_cpu costs half of what device does.
+    together = (
+        {t.is_cpu for t in present} <= {True} if bucket.is_cpu else {t.device for t in present} <= {bucket.device}
+    )
+    if not together:
         i, tensor = next((i, t) for i, t in enumerate(tensors) if t is not None and t.device != bucket.device)
         raise ValueError(
             f"expected all tensors on the bucket's device {bucket.device}, got {tensor.device} at position {i}; "

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybridpar as hp
+from tests.dense import dense_loss
 from tests.head.cases import (
     MARGINS,
     ONE_OF_EACH,
@@ -54,14 +56,19 @@ def _mixed(group: Any, case: Case, problem: Problem, autocast: bool, dtype: torc
     return loss.detach(), mine.grad, head.weight.grad
 
 
-def test_autocast_does_not_change_what_the_head_computes_in() -> None:
-    """`compute_dtype` alone says it: inside autocast a float32 head gives the same bits as outside."""
+def test_autocast_means_its_dtype_for_the_products_unless_compute_dtype_says_otherwise() -> None:
     case = Case(2, 23, hp.ArcFace(), dtype=torch.float32, embedding=16)
     problem = make_problem(case)
-    outside = run_threads(2, _mixed, case, problem, False, torch.float32)
-    inside = run_threads(2, _mixed, case, problem, True, torch.float32)
-    for one, other in zip(outside, inside, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+    def run(compute_dtype: torch.dtype | None, autocast: bool) -> Any:
+        chosen = Case(**{**vars(case), "head": {"compute_dtype": compute_dtype}})
+        return run_threads(2, _mixed, chosen, problem, autocast, torch.float32)
+
+    full, half = run(None, False), run(torch.bfloat16, False)
+    for outside, inside in ((full, run(torch.float32, True)), (half, run(None, True))):
+        for one, other in zip(outside, inside, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert not torch.equal(full[0][0], half[0][0])
 
 
 def test_bfloat16_features_of_a_mixed_precision_backbone_are_taken_as_they_are() -> None:
@@ -82,6 +89,49 @@ def test_large_logits_do_not_overflow() -> None:
     for step, oracle in zip(run_sharded(case, problem), run_dense(case, problem), strict=True):
         assert_close(step.loss, oracle.loss, 1e-5, "loss")
         assert torch.isfinite(step.features_grad).all() and torch.isfinite(step.weight_grad).all()
+
+
+def _sure_batch(spread: float) -> tuple[Case, Problem]:
+    """Samples near their own rows: the smaller the spread, the nearer every probability is to 0 or 1."""
+    draw = torch.Generator().manual_seed(0)
+    weight = F.normalize(torch.randn(50, 64, dtype=torch.float64, generator=draw))
+    labels = torch.randint(50, (32,), generator=draw)
+    away = torch.randn(32, 64, dtype=torch.float64, generator=draw) / 8
+    features = 20 * F.normalize(weight[labels] + spread * away)
+    case = Case(
+        2, 50, hp.CosFace(scale=32.0, margin=0.2), dtype=torch.float32, embedding=64, chunk=16, sizes=((20, 12),)
+    )
+    return case, Problem(weight.float(), None, [(features.float(), labels)])
+
+
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("spread", [0.6, 0.8, 1.0], ids=["loss-4e-5", "loss-1e-3", "loss-3e-2"])
+def test_a_sure_batch_keeps_its_small_gradient_in_float32_as_torch_does(spread: float) -> None:
+    """When p is almost 1 the gradient is 1 - p: it must not drown in the rounding of p, nor of a logit of 32."""
+    case, problem = _sure_batch(spread)
+    oracle, ours = run_dense(case, problem)[0], run_sharded(case, problem)[0]
+    features, labels = problem.batches[0]
+    x, w = features.clone().requires_grad_(), problem.weight.clone().requires_grad_()
+    loss, _ = dense_loss(x, w, labels, case.margin)
+    loss.backward()
+    assert x.grad is not None and w.grad is not None
+    torchs = max(_relative(x.grad, oracle.features_grad), _relative(w.grad, oracle.weight_grad), 1e-6)
+    assert _relative(ours.loss, oracle.loss) <= 3 * max(torchs, _relative(loss.detach(), oracle.loss))
+    assert _relative(ours.features_grad, oracle.features_grad) <= 3 * torchs
+    assert _relative(ours.weight_grad, oracle.weight_grad) <= 3 * torchs
+
+
+@pytest.mark.parametrize("spread", [0.6, 0.8, 1.0], ids=["loss-4e-5", "loss-1e-3", "loss-3e-2"])
+def test_a_sure_batch_keeps_its_small_gradient_in_bfloat16(spread: float) -> None:
+    """Each product may be off by bfloat16's rounding, but what is 1e-3 of its parts may not be left to cancellation."""
+    case, problem = _sure_batch(spread)
+    oracle = run_dense(case, problem)[0]
+    ours = run_sharded(Case(**{**vars(case), "head": {"compute_dtype": torch.bfloat16}}), problem)[0]
+    assert _relative(ours.weight_grad, oracle.weight_grad) <= 0.06
+    assert _relative(ours.features_grad, oracle.features_grad) <= 0.06
 
 
 class _LargestTensor(TorchDispatchMode):

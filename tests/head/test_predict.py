@@ -10,7 +10,17 @@ from torch import Tensor
 
 import hybridpar as hp
 from tests.dense import dense_scores
-from tests.head.cases import MARGINS, ONE_OF_EACH, Case, assert_close, local, make_head, make_problem, set_rows
+from tests.head.cases import (
+    MARGINS,
+    ONE_OF_EACH,
+    Case,
+    assert_close,
+    errors_of,
+    local,
+    make_head,
+    make_problem,
+    set_rows,
+)
 from tests.head.rules import RandomRule
 from tests.ranks import run_threads
 
@@ -79,7 +89,7 @@ def test_predict_refuses_a_k_outside_the_classes(k: int) -> None:
     def work(group: Any) -> Any:
         hp.ShardedClassifier(3, 11, group=group).predict(torch.ones(2, 3), k=k)
 
-    errors = run_threads(2, work, return_exceptions=True)
+    errors = errors_of(2, work)
     assert all(type(error) is ValueError and str(k) in str(error) and "11" in str(error) for error in errors), errors
 
 
@@ -87,7 +97,7 @@ def test_predict_refuses_another_embedding_size_on_every_rank() -> None:
     def work(group: Any) -> Any:
         hp.ShardedClassifier(3, 11, group=group).predict(torch.ones(2, 3 + group.rank), k=1)
 
-    errors = run_threads(2, work, return_exceptions=True)
+    errors = errors_of(2, work)
     assert all(type(error) is ValueError for error in errors), errors
 
 
@@ -97,8 +107,16 @@ def test_predict_names_the_rank_of_features_that_are_not_finite() -> None:
         features[1, 1] = float("nan") if group.rank == 1 else 1.0
         hp.ShardedClassifier(3, 11, group=group).predict(features, k=1)
 
-    errors = run_threads(3, work, return_exceptions=True)
+    errors = errors_of(3, work)
     assert all(type(error) is hp.NonFiniteError and error.ranks == (1,) for error in errors), errors
+
+
+def test_ranks_that_ask_for_different_k_are_told_so() -> None:
+    def work(group: Any) -> Any:
+        hp.ShardedClassifier(3, 11, group=group).predict(torch.ones(2, 3), k=2 + group.rank)
+
+    errors = errors_of(2, work)
+    assert all(type(error) is ValueError and "k" in str(error) for error in errors), errors
 
 
 # Class centers
@@ -131,7 +149,7 @@ def test_a_center_out_of_range_is_an_error_on_every_rank(bad: int) -> None:
     for rank in range(3):
         asked = [[1, 2], [3], [4, 5]]
         asked[rank] = [0, bad]
-        errors = run_threads(3, _centers, weight, "even", asked, return_exceptions=True)
+        errors = errors_of(3, _centers, weight, "even", asked)
         assert all(type(error) is ValueError and str(bad) in str(error) and "13" in str(error) for error in errors)
 
 
@@ -140,5 +158,5 @@ def test_centers_are_asked_for_by_int64_ids() -> None:
         ids = torch.tensor([1.0]) if group.rank == 1 else torch.tensor([1])
         hp.ShardedClassifier(3, 11, group=group).class_centers(ids)
 
-    errors = run_threads(2, work, return_exceptions=True)
+    errors = errors_of(2, work)
     assert all(type(error) is TypeError and "int64" in str(error) for error in errors), errors

@@ -10,6 +10,7 @@ from torch import nn
 
 from recipes.insightface.models import MODEL_NAMES, build_model, count_parameters
 from recipes.insightface.models.iresnet import STAGE_DEPTHS, ImprovedUnit, IResNet
+from recipes.insightface.models.layers import initialise
 from recipes.insightface.models.mobilefacenet import MobileFaceNet
 
 SMALL = ("convnet", "mobilefacenet", "iresnet18")
@@ -26,6 +27,9 @@ SMALL = ("convnet", "mobilefacenet", "iresnet18")
         ("iresnet100", 512, 65.15, 0.01),
         ("mobilefacenet", 128, 0.99, 0.02),
         ("mobilefacenet", 512, 1.20, 0.01),
+        # By hand: 3 x 3 kernels between 3, 32, 64, 128, 256 channels, three numbers per channel after each, the linear
+        # layer from 7 x 7 positions, two numbers per element of the embedding.
+        ("convnet", 128, (9 * (3 * 32 + 32 * 64 + 64 * 128 + 128 * 256) + 3 * 480 + 128 * (256 * 49 + 2)) / 1e6, 1e-9),
     ],
 )
 def test_parameter_counts_are_the_published_ones(
@@ -99,8 +103,6 @@ def test_every_parameter_gets_a_gradient(name: str) -> None:
 def test_convolutions_start_with_the_variance_of_he_for_a_slope_of_a_quarter() -> None:
     torch.manual_seed(0)
     convolution = nn.Conv2d(64, 256, 3)
-    from recipes.insightface.models.layers import initialise
-
     initialise(convolution)
     oracle = torch.empty_like(convolution.weight)
     nn.init.kaiming_normal_(oracle, a=0.25, mode="fan_out", nonlinearity="leaky_relu")
@@ -141,9 +143,9 @@ def test_same_seed_same_weights() -> None:
 
 
 def test_options_reach_the_model() -> None:
-    model = build_model("convnet", image_shape=(1, 32, 32), embedding_size=8, channels=(4, 8), dropout=0.25)
+    model = build_model("convnet", image_shape=(1, 32, 32), embedding_size=8, channels=(4, 8), width=1.5, dropout=0.25)
     convolutions = [m.out_channels for m in model.modules() if isinstance(m, nn.Conv2d)]
-    assert convolutions == [4, 8]
+    assert convolutions == [6, 12]
     assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == [0.25]
 
 
@@ -151,15 +153,16 @@ def test_options_reach_the_model() -> None:
     ("arguments", "message"),
     [
         ({"name": "resnet1001"}, "mobilefacenet.*resnet1001"),
-        ({"name": "convnet", "width": 2}, "channels, dropout.*got width"),
+        ({"name": "convnet", "depth": 2}, "channels, dropout, width; got depth"),
         ({"name": "iresnet18", "depth": 50}, "got depth"),
         ({"name": "convnet", "image_shape": (32, 32)}, r"\(channels, height, width\), got 2 numbers"),
         ({"name": "convnet", "image_shape": (0, 32, 32)}, "at least one image channel"),
         ({"name": "iresnet18", "image_shape": (1, 32, 7)}, "at least 8 x 8 pixels, got 32 x 7"),
         ({"name": "convnet", "embedding_size": 0}, "positive embedding_size, got 0"),
         ({"name": "convnet", "channels": ()}, "positive channel count"),
-        ({"name": "mobilefacenet", "width": 0}, "positive width multiplier, got 0"),
-        ({"name": "iresnet18", "width": -1}, "positive width multiplier, got -1"),
+        ({"name": "convnet", "width": float("nan")}, "positive, finite width multiplier, got nan"),
+        ({"name": "mobilefacenet", "width": 0}, "positive, finite width multiplier, got 0"),
+        ({"name": "iresnet18", "width": float("inf")}, "positive, finite width multiplier, got inf"),
     ],
 )
 def test_impossible_models_are_refused_with_a_reason(arguments: dict[str, object], message: str) -> None:

@@ -1,0 +1,247 @@
+"""What can be set: frozen dataclasses, each field a command-line option, and the presets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import hybridpar as hp
+from recipes.insightface.data import FACE_POLICY, GLYPH_POLICY, AugmentPolicy
+
+MARGINS: dict[str, type[hp.Margin]] = {
+    "adaface": hp.AdaFace,
+    "arcface": hp.ArcFace,
+    "combined": hp.CombinedMargin,
+    "cosface": hp.CosFace,
+    "curricularface": hp.CurricularFace,
+    "magface": hp.MagFace,
+    "softmax": hp.Softmax,
+    "sphereface": hp.SphereFace,
+}
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Images with identities, and pairs to verify with."""
+
+    kind: Literal["glyphs", "records", "folders", "synthetic"] = "glyphs"
+    """glyphs: characters in the fonts that matplotlib ships; records: an InsightFace record set (train.rec, train.idx,
+    property); folders: one folder of images per identity, or a .zip of such; synthetic: images made from the id."""
+    path: Path | None = None
+    """The record set's folder, or the folder or .zip file of images."""
+    fonts: tuple[Path, ...] = ()
+    """Further font files, or folders of them, for glyphs."""
+    image_size: int = 112
+    """Height and width of the images, in pixels; others are resized."""
+    channels: Literal[1, 3] = 3
+    """1: gray, 3: colour."""
+    bins: tuple[Path, ...] = ()
+    """InsightFace .bin pair files to verify with."""
+    pairs: Path | None = None
+    """A text list of pairs to verify with: two image names and 1 (same) or 0 on each line."""
+    pairs_root: Path | None = None
+    """The folder or .zip file that the names in --data.pairs are relative to."""
+    verification_identities: float = 0.0
+    """Identities kept apart from training to make pairs of (glyphs, folders); below 1 a fraction, 0 none."""
+    verification_pairs: int = 6000
+    """How many pairs to make of them."""
+    identities: int = 10_000
+    """Identities of synthetic data."""
+    images_per_identity: int = 20
+    """Images of each synthetic identity."""
+    flip: bool = False
+    """Average an image with its mirror image when verifying: for faces, not for characters."""
+    augment: AugmentPolicy = field(default_factory=AugmentPolicy)
+    """Random changes to training images."""
+    cache_mib: int = 1024
+    """Decode a whole training set into memory, once, where that takes no more than this many MiB a rank."""
+    workers: int = 0
+    """Processes of each rank that fetch and decode images; 0: the rank itself."""
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(C, H, W)."""
+        return (self.channels, self.image_size, self.image_size)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The backbone."""
+
+    name: str = "iresnet50"
+    """convnet, mobilefacenet, iresnet18, iresnet34, iresnet50, iresnet100 or iresnet200."""
+    options: dict[str, float] = field(default_factory=dict)
+    """The model's own options, such as: width 0.5 dropout 0.1."""
+    embedding_size: int = 512
+    """Width of the embedding."""
+    channels_last: bool = True
+    """Keep channels next to each other in memory: a fifth faster on CPUs, and what GPU tensor cores want."""
+    sync_batch_norm: bool = False
+    """Batch normalisation over the global batch: training then does not depend on the number of ranks."""
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The classification head."""
+
+    margin: Literal[
+        "adaface", "arcface", "combined", "cosface", "curricularface", "magface", "softmax", "sphereface"
+    ] = "arcface"
+    """The margin of the target logit."""
+    margin_options: dict[str, float] = field(default_factory=dict)
+    """The margin's own options, such as: scale 32 margin 0.4."""
+    rule: str = "even"
+    """Which rank holds which class: even, striped, or a rule that a plugin registers."""
+    initial_std: float = 0.01
+    """Standard deviation of the initial rows."""
+
+    def build_margin(self) -> hp.Margin:
+        """Raises ValueError for an option that the margin does not have."""
+        margin = MARGINS[self.margin]
+        known = {option.name for option in fields(margin)}
+        unknown = sorted(set(self.margin_options) - known)
+        if unknown:
+            raise ValueError(f"margin {self.margin} has the options {', '.join(sorted(known))}; got {unknown}")
+        return margin(**self.margin_options)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How weights move."""
+
+    name: Literal["sgd", "adamw"] = "sgd"
+    """sgd (with momentum) or adamw."""
+    learning_rate: float = 0.1
+    """Peak learning rate."""
+    momentum: float = 0.9
+    """Of sgd."""
+    weight_decay: float = 5e-4
+    """Of all weights, the head's included."""
+    schedule: Literal["polynomial", "cosine", "constant"] = "polynomial"
+    """How the learning rate falls to 0 after the warm-up; polynomial has power 2."""
+    warmup: float = 0.05
+    """Share of the steps in which the learning rate rises from 0."""
+    clip: float = 0.0
+    """Upper limit of the gradient norm over backbone and all shards; 0: none."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run writes, and when."""
+
+    out: Path = Path("runs/insightface")
+    """Folder for checkpoints, metrics, plots and exports."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the newest complete checkpoint in --run.out; never: refuse to start where there is one."""
+    checkpoint_every: int = 1000
+    """Steps between checkpoints; one is always written at the end, and on SIGTERM."""
+    keep: int = 2
+    """Checkpoints to keep."""
+    evaluate_every: int = 1000
+    """Steps between verifications; one is always done at the end."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
+    tensorboard: bool = True
+    """Write TensorBoard events too."""
+    export: bool = True
+    """At the end write the backbone as ONNX and the class centers as safetensors."""
+    quiet: bool = False
+    """No progress bar or progress lines."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a recogniser whose classification head is cut by class across ranks."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    mode: Literal["hybrid", "data"] = "hybrid"
+    """hybrid: the head is cut by class across ranks; data: every rank holds all of it, for comparison."""
+    batch: int = 512
+    """Samples of one optimizer step, over all ranks."""
+    accumulate: int = 1
+    """Forward and backward passes that one step is cut into, to save memory."""
+    epochs: float = 20.0
+    """Passes over the training set."""
+    steps: int = 0
+    """Optimizer steps; above 0 it replaces --epochs."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: autocast of backbone and head products; weights stay in float32."""
+    seed: int = 0
+    """Of initial weights, sample order and augmentation."""
+    threads: int = 0
+    """CPU threads of each rank; 0: the cores of the host divided among its ranks."""
+    timeout: float = 300.0
+    """Seconds that a rank waits for the others before it gives up."""
+    plugins: tuple[str, ...] = ()
+    """Python files or modules to import first, such as one that registers a partition rule."""
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1 or self.batch < 1 or self.batch % self.accumulate:
+            raise ValueError(
+                f"expected a batch that accumulate divides, got batch {self.batch}, accumulate {self.accumulate}"
+            )
+        if self.steps < 0 or (self.steps == 0 and self.epochs <= 0):
+            raise ValueError(f"expected steps or epochs above 0, got steps {self.steps}, epochs {self.epochs}")
+        for name in ("checkpoint_every", "keep", "evaluate_every", "log_every"):
+            if getattr(self.run, name) < 1:
+                raise ValueError(f"run.{name}: expected at least 1, got {getattr(self.run, name)}")
+        if not 0 <= self.optimizer.warmup < 1:
+            raise ValueError(f"optimizer.warmup: expected a share in [0, 1), got {self.optimizer.warmup}")
+
+
+def glyph_options(config: TrainConfig) -> dict[str, Any]:
+    """The arguments of ``glyph_datasets`` but the image shape: with others, other characters would be kept apart."""
+    data = config.data
+    return {
+        "fonts": [str(path) for path in data.fonts],
+        "verification_identities": data.verification_identities,
+        "pairs": data.verification_pairs,
+        "seed": config.seed,
+    }
+
+
+# Small gray characters on CPUs: about 2,600 identities and 28,000 images to train on, 110 steps an epoch.
+_GLYPHS = TrainConfig(
+    data=DataConfig(
+        kind="glyphs", image_size=32, channels=1, verification_identities=400, augment=GLYPH_POLICY
+    ),
+    model=ModelConfig(name="convnet", embedding_size=128),
+    head=HeadConfig(margin_options={"scale": 32.0, "margin": 0.3}),
+    optimizer=OptimizerConfig(learning_rate=0.2, schedule="cosine", clip=5.0),
+    run=RunConfig(out=Path("runs/glyphs"), checkpoint_every=500, evaluate_every=250),
+    batch=256,
+    epochs=15,
+)  # fmt: skip
+
+_RECORDS = TrainConfig(
+    data=DataConfig(kind="records", flip=True, augment=FACE_POLICY, workers=2),
+    run=RunConfig(out=Path("runs/records")),
+)
+
+_FOLDERS = TrainConfig(
+    data=DataConfig(kind="folders", flip=True, augment=FACE_POLICY, workers=2, verification_identities=0.1),
+    run=RunConfig(out=Path("runs/folders")),
+)
+
+_SYNTHETIC = TrainConfig(
+    data=DataConfig(kind="synthetic", image_size=32, channels=1),
+    model=ModelConfig(name="convnet", embedding_size=128),
+    run=RunConfig(out=Path("runs/synthetic"), checkpoint_every=100, evaluate_every=100),
+    batch=256,
+    steps=200,
+)
+
+PRESETS: dict[str, tuple[str, TrainConfig]] = {
+    "glyphs": (
+        "Characters in the fonts that matplotlib ships: nothing to download, minutes on two CPU cores.",
+        _GLYPHS,
+    ),
+    "records": ("An InsightFace record set (--data.path), 112 x 112 faces, IResNet-50.", _RECORDS),
+    "folders": ("One folder of images per identity (--data.path), 112 x 112 faces, IResNet-50.", _FOLDERS),
+    "synthetic": ("Any number of identities, images made from the id: for measuring.", _SYNTHETIC),
+}

@@ -1,0 +1,105 @@
+"""Backbone and head under the two ways of cutting them: hybrid, and data parallel for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+import hybridpar as hp
+from recipes.insightface.config import TrainConfig
+from recipes.insightface.models import build_model
+
+
+class Recognizer:
+    """Common face of both modes.
+
+    Attributes:
+        backbone: images [b, C, H, W] to embeddings [b, D]; replicated.
+        head: the classification head: this rank's classes, or all of them in data mode.
+    """
+
+    backbone: nn.Module
+    head: hp.ShardedClassifier
+    _replicated: hp.DataParallel
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss of the global batch, the same scalar on every rank. Collective."""
+        raise NotImplementedError
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside do not exchange gradients of what is replicated."""
+        return self._replicated.no_sync()
+
+    def share_buffers(self) -> None:
+        """Collective: every rank takes rank 0's batch-norm statistics."""
+        self._replicated.broadcast_buffers()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All that is trained on this rank."""
+        yield from ((f"backbone.{name}", parameter) for name, parameter in self.backbone.named_parameters())
+        yield from ((f"head.{name}", parameter) for name, parameter in self.head.named_parameters())
+
+
+class HybridRecognizer(Recognizer):
+    """The backbone replicated, the head cut by class across the ranks."""
+
+    def __init__(self, backbone: nn.Module, head: hp.ShardedClassifier, group: hp.Group) -> None:
+        self.backbone, self.head = backbone, head
+        self._replicated = hp.DataParallel(backbone, group=group)
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.head(self._replicated(images), labels)
+        return loss
+
+
+class DataRecognizer(Recognizer):
+    """Backbone and whole head on every rank; all gradients travel."""
+
+    def __init__(self, backbone: nn.Module, head: hp.ShardedClassifier, group: hp.Group) -> None:
+        self.backbone, self.head = backbone, head
+        self._replicated = hp.DataParallel(_Both(backbone, head, group), group=group)
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self._replicated(images, labels)
+        return loss
+
+
+class _Both(nn.Module):
+    def __init__(self, backbone: nn.Module, head: hp.ShardedClassifier, group: hp.Group) -> None:
+        super().__init__()
+        self.backbone, self.head, self._group = backbone, head, group
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The head's mean is over this rank's samples; weighed by their number it is that of the global batch."""
+        mean: Tensor = self.head(self.backbone(images), labels)
+        return hp.global_mean(mean.expand(len(labels)), labels != self.head.ignore_index, group=self._group)
+
+
+def build_recognizer(config: TrainConfig, num_classes: int, group: hp.Group, device: torch.device) -> Recognizer:
+    """Build backbone and head as configured, equal on every rank for equal seeds."""
+    torch.manual_seed(config.seed)
+    backbone = build_model(
+        config.model.name,
+        image_shape=config.data.image_shape,
+        embedding_size=config.model.embedding_size,
+        **config.model.options,
+    ).to(device)
+    if config.model.channels_last:
+        backbone = backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if config.model.sync_batch_norm:
+        backbone = hp.SyncBatchNorm.convert(backbone, group)
+    hybrid = config.mode == "hybrid"
+    head = hp.ShardedClassifier(
+        config.model.embedding_size,
+        num_classes,
+        margin=config.head.build_margin(),
+        rule=config.head.rule,
+        seed=config.seed,
+        initial_std=config.head.initial_std,
+        group=group if hybrid else hp.Group.alone(),
+        device=device,
+    )
+    return (HybridRecognizer if hybrid else DataRecognizer)(backbone, head, group)

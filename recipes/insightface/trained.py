@@ -1,0 +1,137 @@
+"""A trained backbone read back from a checkpoint: no ranks, no head, no optimizer needed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from recipes.insightface.models import build_model
+
+MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"
+
+_NAME = re.compile(r"step-(\d+)")
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainedBackbone:
+    """A backbone in eval mode and what is needed to use it.
+
+    Attributes:
+        model: maps normalised images [B, C, H, W] to embeddings [B, D].
+        image_shape: (C, H, W).
+        embedding_size: D.
+        flip: whether mirror images are averaged in when embedding (faces yes, characters no).
+        step: of the checkpoint.
+        directory: of the checkpoint.
+        glyphs: the options of ``glyph_datasets`` (but the image shape) that training used, which fix the characters
+            kept apart; empty for a model trained on something else.
+        config: the whole configuration of the training run, as it was stored; empty if it was not.
+    """
+
+    model: nn.Module
+    image_shape: tuple[int, int, int]
+    embedding_size: int
+    flip: bool
+    step: int
+    directory: Path
+    glyphs: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint directory that ``path`` means: itself, or the newest complete one of the run that it holds.
+
+    A run keeps its checkpoints in ``checkpoints/step-<number>``; one without a manifest was not finished and is
+    passed over with a warning.
+
+    Raises ``ValueError`` where there is no complete checkpoint.
+    """
+    if (path / MANIFEST).is_file():
+        return path
+    parent = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    steps = {int(match.group(1)): path for path in parent.glob("step-*") if (match := _NAME.fullmatch(path.name))}
+    for _, candidate in sorted(steps.items(), reverse=True):
+        if (candidate / MANIFEST).is_file():
+            return candidate
+        _logger.warning("%s has no %s (its writing was interrupted): taking the one before it", candidate, MANIFEST)
+    raise ValueError(
+        f"expected a checkpoint directory (with {MANIFEST}) or a run directory with checkpoints/step-*, got {path}, "
+        "which holds no complete checkpoint"
+    )
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The run directory of a checkpoint directory, or the folder it lies in where it was moved out of a run."""
+    parent = checkpoint.resolve().parent
+    return parent.parent if parent.name == CHECKPOINTS else parent
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint directory; raises ``ValueError`` where it is not the JSON object it should be."""
+    path = checkpoint / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); take another checkpoint of the run") from error
+    if not isinstance(manifest, dict):
+        raise ValueError(f"expected a JSON object in {path}, got {type(manifest).__name__}")
+    return manifest
+
+
+def load_backbone(path: Path | str) -> TrainedBackbone:
+    """Build the model that a checkpoint (or the newest one of a run) describes and load its weights, on the CPU.
+
+    Raises ``ValueError`` where there is no complete checkpoint, where it was not written by this recipe, or where
+    its weights do not fit the model that it describes.
+    """
+    directory = find_checkpoint(Path(path))
+    manifest = read_manifest(directory)
+    extra = manifest.get("extra") or {}
+    recipe = extra.get("recipe")
+    if not isinstance(recipe, dict):
+        raise ValueError(f'{directory / MANIFEST} has no extra["recipe"]: it was not written by recipes.insightface')
+    missing = sorted({"model", "model_options", "embedding_size", "image_shape", "flip"} - set(recipe))
+    if missing:
+        raise ValueError(f'extra["recipe"] of {directory / MANIFEST} lacks {", ".join(missing)}')
+    channels, height, width = recipe["image_shape"]
+    model = build_model(
+        recipe["model"],
+        image_shape=(channels, height, width),
+        embedding_size=recipe["embedding_size"],
+        **recipe["model_options"],
+    )
+    try:
+        weights = load_file(directory / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{directory / 'model.safetensors'} cannot be read ({error}); take another checkpoint of the run"
+        ) from error
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{directory / 'model.safetensors'} does not hold the weights of {recipe['model']} with "
+            f"embedding_size={recipe['embedding_size']}, options {recipe['model_options']}: {error}"
+        ) from error
+    return TrainedBackbone(
+        model=model.eval(),
+        image_shape=(channels, height, width),
+        embedding_size=int(recipe["embedding_size"]),
+        flip=bool(recipe["flip"]),
+        step=int(manifest["step"]),
+        directory=directory,
+        glyphs=recipe.get("glyphs") or {},
+        config=extra.get("config") or {},
+    )

@@ -1,0 +1,265 @@
+"""One training run: steps, verification, checkpoints, and what is left at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hybridpar as hp
+from recipes.insightface.config import OptimizerConfig, TrainConfig, glyph_options
+from recipes.insightface.data import IdentityDataset, VerificationPairs
+from recipes.insightface.inputs import Batches
+from recipes.insightface.metrics import MetricsWriter
+from recipes.insightface.progress import Progress
+from recipes.insightface.recognizer import build_recognizer
+from recipes.insightface.verification import VerificationResult, embed, verify
+
+CHECKPOINTS = "checkpoints"
+_MOST_SKIPPED = 10
+
+
+class Trainer:
+    """Holds what one run needs; every method is called by all ranks.
+
+    Args:
+        config: of the run.
+        dataset: the training set.
+        pairs: sets of verification pairs; may be empty.
+        group: the ranks.
+    """
+
+    def __init__(
+        self, config: TrainConfig, dataset: IdentityDataset, pairs: list[VerificationPairs], group: hp.Group
+    ) -> None:
+        self.config, self.pairs, self.group = config, pairs, group
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        )
+        self.num_classes = dataset.num_classes
+        self.recognizer = build_recognizer(config, dataset.num_classes, group, self.device)
+        self.optimizer = build_optimizer(config.optimizer, [p for _, p in self.recognizer.named_parameters()])
+        self.order = hp.GlobalOrder(len(dataset), seed=config.seed)
+        self.batches = Batches(dataset, self.order, config.data, config.batch // config.accumulate, group)
+        self.steps = config.steps or math.ceil(config.epochs * len(dataset) / config.batch)
+        self.step = 0
+        self.checkpoints = config.run.out / CHECKPOINTS
+        self.results: dict[str, VerificationResult] = {}
+        self._skipped = 0
+        self._stop_asked = False
+
+    @property
+    def chief(self) -> bool:
+        """Whether this rank reports."""
+        return self.group.rank == 0
+
+    def resume(self) -> hp.checkpoint.Checkpoint | None:
+        """Go on from the newest complete checkpoint of the run, if there is one."""
+        present = self.group.broadcast_json(any(self.checkpoints.glob("step-*")) if self.chief else None)
+        if not present:
+            return None
+        if self.config.run.resume == "never":
+            raise ValueError(
+                f"{self.checkpoints}: expected no checkpoints with --run.resume never, got some; "
+                "choose another --run.out, or --run.resume auto to go on from the newest"
+            )
+        found = hp.checkpoint.load(
+            self.checkpoints,
+            model=self.recognizer.backbone,
+            head=self.recognizer.head,
+            optimizer=self.optimizer,
+            group=self.group,
+        )
+        position, samples = found.extra["data"]["position"], found.extra["data"]["num_samples"]
+        if samples != self.order.num_samples or position % self.config.batch:
+            raise ValueError(
+                f"{found.path} stands at sample {position} of a set of {samples}; expected the same set and a batch "
+                f"that divides it, got a set of {self.order.num_samples} and --batch {self.config.batch}"
+            )
+        self.step = position // self.config.batch
+        return found
+
+    def train(self, metrics: MetricsWriter | None) -> bool:
+        """Steps until the end, or until SIGTERM on any rank. Returns whether the end was reached.
+
+        Args:
+            metrics: where rank 0 writes; None elsewhere.
+        """
+        run, config = self.config.run, self.config
+        batches = self.batches.between(self.step * config.batch, self.steps * config.batch)
+        clock, done = time.perf_counter(), 0
+        visible = self.chief and not run.quiet
+        with Progress(self.steps, done=self.step, visible=visible) as progress, self._sigterm_asks_to_stop():
+            while self.step < self.steps:
+                values = self._one_step([next(batches) for _ in range(config.accumulate)])
+                self.step, done = self.step + 1, done + 1
+                last = self.step == self.steps
+                if self.step % run.log_every == 0 or last:
+                    seconds = time.perf_counter() - clock
+                    values |= {"samples_per_second": done * config.batch / seconds, "epoch": self._epoch}
+                    if metrics is not None:
+                        metrics.write(self.step, values)
+                    clock, done = time.perf_counter(), 0
+                progress.advance(loss=f"{values['loss']:.3f}")
+                if self.step % run.evaluate_every == 0 or last:
+                    paused = time.perf_counter()
+                    for name, accuracy in self.evaluate(metrics).items():
+                        progress.note(f"step {self.step}: accuracy on {name} {accuracy:.4f}")
+                    clock += time.perf_counter() - paused
+                stop = self._anyone_asked_to_stop()
+                if self.step % run.checkpoint_every == 0 or last or stop:
+                    paused = time.perf_counter()
+                    path = self.save()
+                    progress.note(f"step {self.step}: checkpoint {path}")
+                    clock += time.perf_counter() - paused
+                if stop:
+                    return last
+        return True
+
+    @property
+    def _epoch(self) -> float:
+        return self.step * self.config.batch / self.order.num_samples
+
+    def _one_step(self, micro_batches: list[Any]) -> dict[str, float]:
+        """One optimizer step. A step with a non-finite value on any rank is skipped by all of them."""
+        rate = learning_rate(self.config.optimizer, self.step, self.steps)
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = rate
+        self.optimizer.zero_grad()
+        clip = self.config.optimizer.clip or math.inf
+        try:
+            loss = self._backward(micro_batches)
+            norm = hp.clip_grad_norm_(self.recognizer.named_parameters(), clip, error_if_nonfinite=True)
+        except hp.NonFiniteError as error:
+            self._skipped += 1
+            if self._skipped >= _MOST_SKIPPED:
+                raise
+            if self.chief:
+                print(f"step {self.step + 1} is skipped: {error}", flush=True)
+            return {"loss": math.nan, "learning_rate": rate}
+        self._skipped = 0
+        self.optimizer.step()
+        return {"loss": float(loss), "learning_rate": rate, "gradient_norm": float(norm)}
+
+    def _backward(self, micro_batches: list[Any]) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        bfloat16 = self.config.precision == "bfloat16"
+        for number, batch in enumerate(micro_batches, 1):
+            synchronised = contextlib.nullcontext() if number == len(micro_batches) else self.recognizer.no_sync()
+            with synchronised:
+                with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bfloat16):
+                    loss = self.recognizer.loss(self._on_device(batch.images), batch.labels.to(self.device))
+                (loss / len(micro_batches)).backward()
+            total += loss.detach() / len(micro_batches)
+        return total
+
+    def _on_device(self, images: Tensor) -> Tensor:
+        channels_last = self.config.model.channels_last
+        return images.to(self.device, memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+    def evaluate(self, metrics: MetricsWriter | None = None) -> dict[str, float]:
+        """Verify on every set of pairs, the ranks sharing the images. Returns accuracies, on rank 0 only."""
+        self.recognizer.share_buffers()
+        accuracies = {}
+        for pairs in self.pairs:
+            embeddings = self._embed_together(pairs.images)
+            if self.chief:
+                self.results[pairs.name] = verify(embeddings, pairs)
+                accuracies[pairs.name] = self.results[pairs.name].accuracy
+        if metrics is not None and accuracies:
+            metrics.write(self.step, {f"accuracy/{name}": value for name, value in accuracies.items()})
+        return accuracies
+
+    def _embed_together(self, images: Tensor) -> Tensor:
+        bounds = [len(images) * rank // self.group.size for rank in range(self.group.size + 1)]
+        mine = images[bounds[self.group.rank] : bounds[self.group.rank + 1]]
+        flip, size = self.config.data.flip, self.config.model.embedding_size
+        local = (
+            embed(self.recognizer.backbone, mine, flip=flip, device=self.device) if len(mine) else torch.zeros(0, size)
+        )
+        sizes = [after - before for before, after in itertools.pairwise(bounds)]
+        return self.group.all_gather(local, sizes)
+
+    def save(self) -> Path:
+        """Write a checkpoint of this step."""
+        self.recognizer.share_buffers()
+        return hp.checkpoint.save(
+            self.checkpoints,
+            step=self.step,
+            model=self.recognizer.backbone,
+            head=self.recognizer.head,
+            optimizer=self.optimizer,
+            extra=self._description(),
+            keep=self.config.run.keep,
+            group=self.group,
+        )
+
+    def _description(self) -> dict[str, Any]:
+        """What resuming, evaluating and exporting need to know."""
+        config = self.config
+        return {
+            "recipe": {
+                "model": config.model.name,
+                "model_options": config.model.options,
+                "embedding_size": config.model.embedding_size,
+                "image_shape": list(config.data.image_shape),
+                "num_classes": self.num_classes,
+                "flip": config.data.flip,
+                "glyphs": glyph_options(config) if config.data.kind == "glyphs" else None,
+            },
+            "data": {"position": self.step * config.batch, "num_samples": self.order.num_samples},
+            "config": _jsonable(asdict(config)),
+        }
+
+    @contextlib.contextmanager
+    def _sigterm_asks_to_stop(self) -> Iterator[None]:
+        def ask(*_: object) -> None:
+            self._stop_asked = True
+
+        before = signal.signal(signal.SIGTERM, ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _anyone_asked_to_stop(self) -> bool:
+        """Ranks get SIGTERM at different moments, but must leave the loop together."""
+        return bool(
+            self.group.all_reduce(torch.tensor([self._stop_asked], dtype=torch.int64, device=self.device), "max")
+        )
+
+
+def build_optimizer(config: OptimizerConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """One torch optimizer over backbone and head."""
+    if config.name == "adamw":
+        return torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+    return torch.optim.SGD(
+        parameters, lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
+    )
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Of step ``step`` (from 0) of ``steps``: a pure function, so that a resumed run needs no other state."""
+    warmup = round(config.warmup * steps)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    left = 1.0 - (step - warmup) / max(steps - warmup, 1)
+    shape = {"polynomial": left**2, "cosine": 0.5 * (1.0 - math.cos(math.pi * left)), "constant": 1.0}
+    return config.learning_rate * shape[config.schedule]
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_jsonable(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

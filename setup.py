@@ -1,0 +1,65 @@
+"""Builds the one compiled module, `hybridpar.kernels._native`, from csrc/. Everything else is in pyproject.toml."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import nanobind
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCES = ["csrc/bindings.cc", "csrc/pack.cc"]
+HEADERS = ["csrc/check.h", "csrc/pack.h", "csrc/types.h"]
+
+
+def relative(path: Path) -> str:
+    """Relative to this folder where possible, as setuptools asks of sources in it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def native_extension() -> Extension:
+    library = Path(nanobind.source_dir())
+    return Extension(
+        "hybridpar.kernels._native",
+        # nanobind's own library is one more source file; its include path comes with it.
+        sources=[*SOURCES, relative(library / "nb_combined.cpp")],
+        depends=HEADERS,
+        include_dirs=[nanobind.include_dir(), str(library.parent / "ext" / "robin_map" / "include")],
+        define_macros=[("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)],
+        language="c++",
+    )
+
+
+class BuildNative(build_ext):
+    """C++17 at -O3 for the baseline of the architecture, with a readable error where no compiler is found."""
+
+    def build_extensions(self) -> None:
+        if self.compiler.compiler_type == "msvc":
+            compile_args, link_args = ["/std:c++17", "/O2"], []
+        else:
+            self.require_compiler()
+            # -fno-strict-aliasing is what nanobind's library asks for. Without -fno-trapping-math the branch-free half
+            # conversions are not vectorised; results are the same, only the floating-point exception flags differ.
+            compile_args = ["-std=c++17", "-O3", "-fno-trapping-math", "-ffp-contract=off", "-fno-strict-aliasing"]
+            compile_args += ["-fvisibility=hidden", "-ffunction-sections", "-fdata-sections", "-Wall", "-Wextra"]
+            link_args = [] if sys.platform == "darwin" else ["-Wl,--gc-sections", "-Wl,-s"]
+        for extension in self.extensions:
+            extension.extra_compile_args += compile_args
+            extension.extra_link_args += link_args
+        super().build_extensions()
+
+    def require_compiler(self) -> None:
+        command = getattr(self.compiler, "compiler_cxx", None) or self.compiler.compiler
+        words = shlex.split(command) if isinstance(command, str) else list(command)
+        if shutil.which(words[0]) is None:
+            raise SystemExit(
+                f"hybridpar: expected a C++17 compiler to build its kernels, got no program named {words[0]!r}. "
+                "Install one (Debian/Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++; "
+                "macOS: xcode-select --install; conda: conda install cxx-compiler) or set CXX to yours."
+            )
+
+
+setup(ext_modules=[native_extension()], cmdclass={"build_ext": BuildNative})

@@ -1,0 +1,69 @@
+"""Launcher variables, as their launchers set them."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridpar.topology import Topology, detect
+
+
+def test_torchrun() -> None:
+    found = detect(
+        {
+            "RANK": "5",
+            "WORLD_SIZE": "8",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "4",
+            "MASTER_ADDR": "a",
+            "MASTER_PORT": "7",
+        }
+    )
+    assert (found.rank, found.size, found.local_rank, found.local_size) == (5, 8, 1, 4)
+    assert (found.launcher, found.address, found.port) == ("torchrun", "a", 7)
+
+
+def test_open_mpi_and_hydra_leave_the_meeting_place_open() -> None:
+    found = detect(
+        {
+            "OMPI_COMM_WORLD_RANK": "3",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        }
+    )
+    assert (found.rank, found.size, found.local_rank, found.launcher) == (3, 4, 1, "openmpi")
+    assert found.address is None
+    found = detect({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"})
+    assert (found.rank, found.size, found.local_size, found.launcher) == (0, 2, 2, "hydra")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu[03-05,9],login1", "gpu03"), ("one", "one"), ("a1,b2", "a1"), ("n[7,9]", "n7")],
+)
+def test_slurm_ranks_meet_at_the_first_host_of_the_list(nodes: str, first: str) -> None:
+    found = detect(
+        {
+            "SLURM_PROCID": "4",
+            "SLURM_NTASKS": "6",
+            "SLURM_LOCALID": "1",
+            "SLURM_NTASKS_PER_NODE": "3(x2)",
+            "SLURM_JOB_ID": "41234",
+            "SLURM_STEP_NODELIST": nodes,
+        }
+    )
+    assert (found.rank, found.size, found.local_rank, found.local_size) == (4, 6, 1, 3)
+    assert (found.address, found.port) == (first, 21_234)
+
+
+def test_alone() -> None:
+    assert (detect({}).rank, detect({}).size, detect({}).launcher) == (0, 1, "alone")
+
+
+def test_half_an_environment_is_refused() -> None:
+    with pytest.raises(ValueError, match="RANK is set but WORLD_SIZE is not"):
+        detect({"RANK": "0"})
+    with pytest.raises(ValueError, match="expected a number in RANK, got 'first'"):
+        detect({"RANK": "first", "WORLD_SIZE": "2"})
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        Topology(rank=2, size=2)
