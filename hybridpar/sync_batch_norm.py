@@ -12,7 +12,10 @@ from hybridpar.comm.group import Group
 
 
 class _Normalize(torch.autograd.Function):
-    """(x - mean) / sqrt(var + eps) with the statistics of all ranks; [N, C, ...] -> the same, mean, var, count."""
+    """(x - mean) / sqrt(var + eps) with the statistics of all ranks, in float32 or float64.
+
+    [N, C, ...] -> the same, mean [C], variance [C], count. Below two values a channel every rank raises ValueError.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -26,14 +29,16 @@ class _Normalize(torch.autograd.Function):
         means, squares, counts = group.all_gather(message[None]).split([x.shape[1], x.shape[1], 1], dim=1)
         # Chan et al. 1979: combining means and sums of squares of parts without cancellation.
         total = counts.sum()
-        mean = (means * counts).sum(0) / total.clamp(min=1)
-        variance = (squares + counts * (means - mean).square()).sum(0) / total.clamp(min=1)
+        if count < 2 and total < 2:  # a rank that has two values need not wait for the device to know
+            raise ValueError(f"expected more than one value a channel over all ranks when training, got {int(total)}")
+        mean = (means * counts).sum(0) / total
+        variance = (squares + counts * (means - mean).square()).sum(0) / total
         inverse = torch.rsqrt(variance + eps)
         normal = (wide - _along_channels(mean, x)) * _along_channels(inverse, x)
         ctx.save_for_backward(normal, inverse, total)
         ctx.group, ctx.dims, ctx.dtype = group, dims, x.dtype
         ctx.mark_non_differentiable(mean, variance, total)
-        return normal.to(x.dtype), mean, variance, total
+        return normal, mean, variance, total
 
     @staticmethod
     @once_differentiable
@@ -41,7 +46,7 @@ class _Normalize(torch.autograd.Function):
         normal, inverse, total = ctx.saved_tensors
         grad = grads[0].to(normal.dtype)
         sums = torch.stack([grad.sum(ctx.dims), (grad * normal).sum(ctx.dims)])
-        mean_grad, mean_product = ctx.group.all_reduce(sums) / total.clamp(min=1)
+        mean_grad, mean_product = ctx.group.all_reduce(sums) / total
         result = grad - _along_channels(mean_grad, grad) - normal * _along_channels(mean_product, grad)
         return (result * _along_channels(inverse, grad)).to(ctx.dtype), None, None
 
@@ -80,17 +85,21 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"expected [N, {self.num_features}, ...], got {list(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """[N, C, ...] -> the same shape. Collective in training mode."""
+        """[N, C, ...] -> the same shape and dtype. Collective in training mode.
+
+        Raises:
+            ValueError: wrong shape; or fewer than two values a channel in the global batch (on every rank).
+        """
         self._check_input_dim(input)
-        if not self.training and self.running_mean is not None:
+        if not self.training:
             return super().forward(input)
         normal, mean, variance, total = _Normalize.apply(input, self.eps, self.group)  # type: ignore[no-untyped-call]
-        if self.training and self.running_mean is not None:
+        if self.running_mean is not None:
             self._track(mean, variance, total)
         output: Tensor = normal
         if self.affine:
             output = output * _along_channels(self.weight, input) + _along_channels(self.bias, input)
-        return output
+        return output.to(input.dtype)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:

@@ -17,8 +17,7 @@ class Topology:
         rank, size: global rank in [0, size) and the number of ranks.
         local_rank, local_size: the same, counted on this host only.
         host: name of this host.
-        launcher: ``"torchrun"``, ``"openmpi"``, ``"hydra"`` (mpich, Intel MPI), ``"slurm"``, ``"torch"`` (initialised by
-            hand), ``"threads"`` or ``"alone"``.
+        launcher: torchrun, openmpi, hydra (mpich, Intel MPI), slurm, torch (initialised by hand), threads or alone.
         address, port: where rank 0 listens, or None when the launcher does not say.
     """
 

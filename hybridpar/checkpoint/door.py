@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -57,10 +58,11 @@ def save(
     Args:
         step: steps done so far.
         model: the backbone, bare or in ``DataParallel``.
-        head: the sharded head. One that every rank holds whole (its group has size 1) is written once.
+        head: the sharded head, over ``group``. One that every rank holds whole (its group has size 1) is written once.
         optimizer: one torch optimizer, or several under names, over parameters of model and head.
         extra: anything that JSON can hold: data position, schedule, configuration.
-        keep: how many of the newest checkpoints to keep; None keeps all.
+        keep: how many of the newest checkpoints up to this step to keep; None keeps all. Later ones, which a run
+            that went on from an earlier checkpoint may find, are left alone.
         group: the ranks.
 
     Returns:
@@ -71,10 +73,14 @@ def save(
         ValueError: an argument cannot be saved (on every rank).
     """
     directory = Path(directory)
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep: expected at least 1 or None, got {keep}")
     names = _parameter_names(model, head)
     named_optimizers = optimizers.by_name(optimizer)
+
+    def describe() -> dict[str, Any]:
+        _check_arguments(step, model, head, extra, keep, group)
+        return optimizers.describe(named_optimizers, names)
+
+    described = together(group, describe)
     partial = Path(_on_root(group, lambda: str(files.start(directory, step))))
     entries, row_description = together(
         group, lambda: _write_files(partial, group, model, head, named_optimizers, names)
@@ -90,14 +96,14 @@ def save(
             "topology": {"ranks": group.size, **asdict(group.topology)},
             "model": None if model is None else _shapes(_bare(model).state_dict()),
             "head": None if head is None else _describe_head(head, head_shards, row_description),
-            "optimizers": optimizers.describe(named_optimizers, names),
+            "optimizers": described,
             "extra": {} if extra is None else extra,
             "files": [entry for theirs in everyone for entry in theirs],
         }
         final = files.step_path(directory, step)
         files.finish(partial, final, manifest)
         if keep is not None:
-            files.retain(directory, keep)
+            files.retain(directory, keep, step)
         return str(final)
 
     return Path(_on_root(group, finish))
@@ -139,9 +145,38 @@ def load(
 
 def newest(directory: str | Path) -> Path | None:
     """The newest complete checkpoint in ``directory``, without opening it; None where there is none."""
-    steps = reversed(files.steps_present(Path(directory)))
-    paths = (files.step_path(Path(directory), step) for step in steps)
+    paths = files.candidates(Path(directory)).values()
     return next((path for path in paths if (path / files.MANIFEST).is_file()), None)
+
+
+def _check_arguments(
+    step: int, model: nn.Module | None, head: ShardedClassifier | None, extra: Any, keep: int | None, group: Group
+) -> None:
+    """Raises ValueError before anything is written."""
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"step: expected a whole number of at least 0, got {step!r}")
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep: expected at least 1 or None, got {keep}")
+    if head is not None and head.group.size not in (1, group.size):
+        raise ValueError(
+            f"head: expected one that is cut over all {group.size} ranks or whole on each, got one that is cut over "
+            f"{head.group.size}; save it with the group that it was built with"
+        )
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"extra: expected a value that JSON can hold, got one that it cannot: {error}") from error
+    if model is None:
+        return
+    for name, value in _bare(model).state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"model: expected a state_dict of tensors, got a {type(value).__name__} as {name}")
+    for name, parameter in _bare(model).named_parameters():
+        if optimizers.is_cut(parameter):
+            raise ValueError(
+                f"model: expected parameters that every rank holds whole, got {name}, which is cut across ranks; "
+                "pass the backbone as model and the sharded head as head"
+            )
 
 
 def _write_files(
@@ -153,7 +188,7 @@ def _write_files(
     entries = [files.write_tensors(partial / _rank_name(rank, size), random_state.random_states())]
     row_description: dict[str, Any] = {}
     if head is not None and (head.group.size > 1 or rank == 0):
-        shard = {"weight": head.weight, **({} if head.bias is None else {"bias": head.bias})}
+        shard: dict[str, Tensor] = dict(head.named_parameters())
         shard |= optimizers.tensors(named_optimizers, names, rows=True)
         row_description = rows.describe_rows(shard)
         shard[rows.CLASS_IDS] = head.layout.class_ids(head.group.rank)
@@ -188,24 +223,28 @@ def _choose(directory: Path, step: int | None, verify: bool, group: Group) -> tu
 
 
 def _candidates(directory: Path, step: int | None) -> list[Path]:
-    if step is not None:
-        return [files.step_path(directory, step)]
-    if directory.name.startswith("step-"):
+    if files.is_step_path(directory):
         return [directory]
-    return [files.step_path(directory, present) for present in reversed(files.steps_present(directory))]
+    found = files.candidates(directory)
+    return list(found.values()) if step is None else [found.get(step, files.step_path(directory, step))]
 
 
 def _restore(
     path: Path, manifest: dict[str, Any], model: nn.Module | None, head: ShardedClassifier | None,
     optimizer: Optimizers | None, group: Group,
 ) -> None:  # fmt: skip
-    replicated = load_file(path / "replicated.safetensors")
-    row_tensors: dict[str, Tensor] = {}
+    # All that may be refused comes first, so that a refusal leaves everything as it was.
+    names, named_optimizers = _parameter_names(model, head), optimizers.by_name(optimizer)
     if model is not None:
         _check_model(path, manifest["model"], _shapes(_bare(model).state_dict()))
     if head is not None:
         _check_head(path, manifest["head"], head)
-        wanted = rows.row_likes(manifest["head"]["rows"], None if optimizer is None else optimizers.by_name(optimizer))
+    if optimizer is not None:
+        optimizers.check(named_optimizers, names, manifest["optimizers"])
+    replicated = load_file(path / "replicated.safetensors")
+    row_tensors: dict[str, Tensor] = {}
+    if head is not None:
+        wanted = rows.row_likes(manifest["head"]["rows"], named_optimizers)
         row_tensors = rows.read_rows(path, manifest["head"]["shards"], head.layout, head.group.rank, wanted)
     if model is not None:
         _bare(model).load_state_dict(load_file(path / "model.safetensors"))
@@ -216,8 +255,6 @@ def _restore(
         elif group.rank == 0:
             log.warning("the checkpoint's margin was %s, it is now %s", manifest["head"]["margin"], head.margin)
     if optimizer is not None:
-        names = _parameter_names(model, head)
-        named_optimizers = optimizers.by_name(optimizer)
         optimizers.restore(named_optimizers, names, manifest["optimizers"], replicated, row_tensors)
     if manifest["topology"]["ranks"] == group.size:
         random_state.set_random_states(load_file(path / _rank_name(group.rank, group.size)))

@@ -21,7 +21,9 @@ from torch import Tensor
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+_KEYS = frozenset({"step", "topology", "model", "head", "optimizers", "extra", "files"})
 _NAME = re.compile(r"step-(\d{8,})$")
+_REPLACED = re.compile(r"\.step-(\d{8,})\.replaced$")
 
 
 def step_path(directory: Path, step: int) -> Path:
@@ -36,13 +38,31 @@ def steps_present(directory: Path) -> list[int]:
     return sorted(int(match.group(1)) for path in directory.iterdir() if (match := _NAME.match(path.name)))
 
 
+def is_step_path(path: Path) -> bool:
+    """Whether a path is named as a checkpoint's directory is."""
+    return _NAME.match(path.name) is not None
+
+
+def candidates(directory: Path) -> dict[int, Path]:
+    """Steps and the directories that may hold their checkpoints, the newest step first.
+
+    Where a writer died between moving the old checkpoint of its step away and moving the new one in, the old one is
+    found under the name to which it was moved.
+    """
+    if not directory.is_dir():
+        return {}
+    moved = {int(match.group(1)): path for path in directory.iterdir() if (match := _REPLACED.match(path.name))}
+    found = moved | {step: step_path(directory, step) for step in steps_present(directory)}
+    return {step: found[step] for step in sorted(found, reverse=True)}
+
+
 def start(directory: Path, step: int) -> Path:
     """An empty hidden directory to write into. Leftovers of writers that died are removed."""
     directory.mkdir(parents=True, exist_ok=True)
     _restore_replaced(directory)
     for leftover in directory.glob(".step-*.partial"):
         shutil.rmtree(leftover)
-    partial = directory / f".step-{step:08d}.partial"
+    partial = _partial_path(directory, step)
     partial.mkdir()
     return partial
 
@@ -72,10 +92,17 @@ def finish(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
         shutil.rmtree(replaced)
 
 
-def retain(directory: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints."""
-    for step in steps_present(directory)[:-keep]:
-        shutil.rmtree(step_path(directory, step))
+def retain(directory: Path, keep: int, step: int) -> None:
+    """Remove all but the newest ``keep`` checkpoints up to ``step``.
+
+    Later steps are left alone. They are there where a run went on from an earlier checkpoint, because they could not
+    be used, and must not crowd out what is written now.
+    """
+    for old in [present for present in steps_present(directory) if present <= step][:-keep]:
+        # Under its final name it would have to be complete at every instant.
+        condemned = _partial_path(directory, old)
+        step_path(directory, old).rename(condemned)
+        shutil.rmtree(condemned)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -90,8 +117,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
     except ValueError as error:
         raise ValueError(f"{path / MANIFEST}: expected JSON, got {error}") from error
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"{path}: expected checkpoint format {FORMAT}, got {manifest.get('format')!r}")
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+        raise ValueError(f"{path}: expected checkpoint format {FORMAT}, got {found!r}")
+    if missing := _KEYS - manifest.keys():
+        raise ValueError(f"{path / MANIFEST}: expected the keys {sorted(_KEYS)}, got none of {sorted(missing)}")
     for entry in manifest["files"]:
         file = path / entry["name"]
         size = file.stat().st_size if file.is_file() else None
@@ -111,6 +141,10 @@ def sha256(path: Path) -> str:
     """Hexadecimal digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _partial_path(directory: Path, step: int) -> Path:
+    return directory / f".step-{step:08d}.partial"
 
 
 def _restore_replaced(directory: Path) -> None:

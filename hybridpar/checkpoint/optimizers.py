@@ -23,8 +23,14 @@ def describe(optimizers: Mapping[str, Optimizer], names: Mapping[Tensor, str]) -
     """What the manifest says of the optimizers: parameter groups, hyperparameters, and state that is no tensor.
 
     Raises:
-        ValueError: an optimizer holds a parameter that is in neither model nor head.
+        ValueError: an optimizer has a name with a slash, holds a parameter that is in neither model nor head, or
+            state that JSON and tensors by row cannot hold.
     """
+    for key, optimizer in optimizers.items():
+        if "/" in key:
+            raise ValueError(f"optimizer names: expected no slash in them, got {key!r}")
+        for parameter, state in optimizer.state.items():
+            _check_state(_name(names, parameter, key), parameter, state, key)
     return {
         key: {
             "type": type(optimizer).__name__,
@@ -64,14 +70,26 @@ def is_row_state(name: str, parameter: Tensor, value: Tensor) -> bool:
     return name.startswith("head.") and value.ndim > 0 and value.shape[0] == parameter.shape[0]
 
 
-def restore(
-    optimizers: Mapping[str, Optimizer],
-    names: Mapping[Tensor, str],
-    described: Mapping[str, Any],
-    replicated: Mapping[str, Tensor],
-    rows: Mapping[str, Tensor],
-) -> None:
-    """Put saved state back; the inverse of ``describe`` and ``tensors``.
+def _check_state(name: str, parameter: Tensor, state: Mapping[str, Any], key: str) -> None:
+    if not is_cut(parameter):
+        return
+    for slot, value in state.items():
+        if isinstance(value, Tensor) and value.numel() > 1 and not is_row_state(name, parameter, value):
+            raise ValueError(
+                f"{key}: expected state of {name} with an entry for each of its {len(parameter)} rows, or one number, "
+                f"got {slot} of shape {list(value.shape)}, which cannot be cut anew for other ranks; use an "
+                "optimizer that works element by element, such as SGD or AdamW, for the head"
+            )
+
+
+def is_cut(parameter: Tensor) -> bool:
+    """Whether a parameter is cut across ranks."""
+    group = getattr(parameter, "hybridpar_group", None)
+    return group is not None and group.size > 1
+
+
+def check(optimizers: Mapping[str, Optimizer], names: Mapping[Tensor, str], described: Mapping[str, Any]) -> None:
+    """Whether saved state fits.
 
     Raises:
         ValueError: the optimizers, their types or their parameter groups differ from the saved ones; names both.
@@ -88,6 +106,18 @@ def restore(
                 f"expected here {type(optimizer).__name__} over {[len(group) for group in mine]}; "
                 "build the same optimizer, or load without it"
             )
+
+
+def restore(
+    optimizers: Mapping[str, Optimizer],
+    names: Mapping[Tensor, str],
+    described: Mapping[str, Any],
+    replicated: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
+) -> None:
+    """Put saved state back; the inverse of ``describe`` and ``tensors``. It has passed ``check``."""
+    for key, optimizer in optimizers.items():
+        saved = described[key]
         for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in options["options"].items()})
         optimizer.state.clear()

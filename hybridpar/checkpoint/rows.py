@@ -66,18 +66,16 @@ def _spans(places: Tensor) -> Iterator[tuple[int, int, slice]]:
         first = last
 
 
-def row_likes(
-    described: dict[str, Any], optimizer_names: Collection[str] | None
-) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def row_likes(described: dict[str, Any], optimizer_names: Collection[str]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """What the manifest says of the tensors in the shards, as ``read_rows`` takes it.
 
     Args:
-        optimizer_names: optimizers whose state is wanted as well; None for parameters only.
+        optimizer_names: optimizers whose state is wanted as well as the parameters.
     """
     return {
         name: (torch.Size(shape), getattr(torch, dtype))
         for name, (shape, dtype) in described.items()
-        if "/" not in name or name.split("/")[0] in (optimizer_names or ())
+        if "/" not in name or name.split("/")[0] in optimizer_names
     }
 
 

@@ -53,18 +53,20 @@ def plan_buckets(
         raise ValueError(f"expected limit_bytes >= 1, got {limit_bytes}")
     closed: list[tuple[int, Bucket]] = []
     open_members: dict[torch.dtype, list[int]] = {}
+    filled: dict[torch.dtype, int] = {}
     place = {index: position for position, index in enumerate(order)}
 
     def close(dtype: torch.dtype) -> None:
         members = tuple(open_members.pop(dtype))
+        filled[dtype] = 0
         closed.append((place[members[-1]], Bucket(dtype, members, tuple(counts[index] for index in members))))
 
     for index in order:
         dtype = dtypes[index]
-        filled = sum(counts[member] for member in open_members.get(dtype, ()))
-        if filled and (filled + counts[index]) * dtype.itemsize > limit_bytes:
+        if filled.get(dtype) and (filled[dtype] + counts[index]) * dtype.itemsize > limit_bytes:
             close(dtype)
         open_members.setdefault(dtype, []).append(index)
+        filled[dtype] = filled.get(dtype, 0) + counts[index]
     for dtype in list(open_members):
         close(dtype)
     return tuple(bucket for _, bucket in sorted(closed, key=lambda item: item[0]))

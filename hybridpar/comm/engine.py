@@ -9,6 +9,11 @@ tensor that never becomes ready (an unused parameter) only delays what follows i
 Behind its tensors a bucket carries one number for each of them: 1 where this rank had a gradient, 0 where it had
 none and sends zeros. After the sum a positive number means that some rank had one. So ranks learn of gradients that
 only others have without a message of their own, and a tensor that no rank used stays without a gradient.
+
+# Note [sums wait for flush]
+A gradient that autograd has put into .grad may share its memory with one that is still flowing backward (a view of a
+parameter is enough). The communication thread may read it, but a sum written there during backward would be used
+again further down. So sums stay in their buckets until backward is over.
 """
 
 from __future__ import annotations
@@ -19,14 +24,16 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
+from hybridpar.comm.agreement import check_same_settings
 from hybridpar.comm.buckets import Bucket, check_same_tensors, plan_buckets
 from hybridpar.comm.errors import CommunicationError
 from hybridpar.comm.group import Group
-from hybridpar.comm.lanes import Lane
+from hybridpar.comm.lanes import Lane, describe
 from hybridpar.comm.worker import Worker
 from hybridpar.kernels import pack, unpack
 
 DEFAULT_BUCKET_BYTES = 4 << 20
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Engine:
@@ -59,12 +66,20 @@ class Engine:
 
         Raises:
             CommunicationError: the ranks' names, shapes, dtypes or orders differ (on every rank).
+            ValueError: the ranks' bucket_bytes or scale differ (on every rank); or the tensors are on several devices.
+            TypeError: a tensor is not float32, float64, bfloat16 or float16.
         """
         order = range(len(tensors)) if order is None else order
         dtypes = [tensor.dtype for tensor in tensors]
         check_same_tensors(
             self._group, [names[i] for i in order], [tensors[i].shape for i in order], [dtypes[i] for i in order]
         )
+        check_same_settings(self._group, "Engine", {"bucket_bytes": self._bucket_bytes, "scale": self._scale})
+        for name, tensor in zip(names, tensors, strict=True):
+            if tensor.dtype not in _DTYPES:
+                raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {tensor.dtype}")
+        if len(devices := {tensor.device for tensor in tensors}) > 1:
+            raise ValueError(f"expected tensors on one device, got {sorted(map(str, devices))}; use an engine for each")
         plan = plan_buckets([tensor.numel() for tensor in tensors], dtypes, order, self._bucket_bytes)
         self._names = list(names)
         self._rounds = [_BucketRound(bucket, [tensors[i] for i in bucket.members]) for bucket in plan]
@@ -76,12 +91,20 @@ class Engine:
 
         Raises:
             RuntimeError: the tensor was already submitted in this round.
+            ValueError: the tensor has not the shape, dtype and device that were registered.
         """
         current = self._rounds[self._home[index]]
+        shape = current.shapes[index]
+        if tensor.shape != shape or tensor.dtype != current.buffer.dtype or tensor.device != current.buffer.device:
+            registered = f"{str(current.buffer.dtype).removeprefix('torch.')}{list(shape)} on {current.buffer.device}"
+            raise ValueError(
+                f"{self._names[index]}: expected {registered} as registered, got {describe(tensor)} on {tensor.device}"
+            )
         if index in current.tensors:
             raise RuntimeError(
                 f"{self._names[index]} was submitted twice in one round: expected one backward pass for each flush; "
-                "use no_sync() for all backward passes but the last"
+                "use no_sync() for all backward passes but the last, and torch.utils.checkpoint with use_reentrant=False "
+                "for parts whose parameters are used outside of them too"
             )
         current.tensors[index] = tensor
         self._send_complete()
@@ -97,7 +120,8 @@ class Engine:
             New tensors, by index, for those that this rank did not submit but another rank did.
 
         Raises:
-            CommunicationError: a rank did not take part, or left; names the tensors of the bucket.
+            CommunicationError: a rank did not take part, or left; names the tensors of the bucket. The ranks are out
+                of step then: nothing more can be sent with this engine.
         """
         for current in self._rounds:
             current.closed = True
@@ -106,6 +130,7 @@ class Engine:
             for current in self._rounds:
                 assert current.future is not None
                 current.future.result()
+                current.deliver()
             return {index: tensor for current in self._rounds for index, tensor in current.received.items()}
         finally:
             for current in self._rounds:
@@ -163,4 +188,9 @@ class _BucketRound:
             for index, present in zip(members, flags.tolist(), strict=True):
                 if present > 0 and index not in self.tensors:
                     self.received[index] = self.buffer.new_empty(self.shapes[index])
-        unpack(values, counts, [self.tensors.get(index, self.received.get(index)) for index in members])
+
+    def deliver(self) -> None:
+        """Note [sums wait for flush]: on the caller's thread, write the sums into what was submitted."""
+        members, counts = self.bucket.members, self.bucket.counts
+        targets = [self.tensors.get(index, self.received.get(index)) for index in members]
+        unpack(self.buffer[: self.bucket.numel], counts, targets)

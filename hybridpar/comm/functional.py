@@ -52,8 +52,8 @@ class _GlobalMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, mask: Tensor, group: Group) -> Tensor:
         kept = torch.where(mask, values, 0)
-        dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-        totals = group.all_reduce(torch.stack([kept.sum(dtype=dtype), mask.sum(dtype=dtype)]))
+        sums = [kept.sum(dtype=torch.float64), mask.sum(dtype=torch.float64)]
+        totals = group.all_reduce(torch.stack(sums))
         count = totals[1].clamp(min=1)
         ctx.save_for_backward(mask, count)
         ctx.dtype = values.dtype

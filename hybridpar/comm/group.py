@@ -60,6 +60,10 @@ class Group:
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, size={self.size}, host={self.host!r})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        """Itself: a copied module works with the same ranks."""
+        return self
+
     def new_lane(self) -> Lane:
         """A further communicator of these ranks, for use by another thread. Collective."""
         return self._lane.clone()

@@ -116,6 +116,9 @@ class ThreadHub:
             child.abort()
 
 
+_COMBINE: dict[Op, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
 class ThreadLane(Lane):
     """Ranks are threads of one process (CPU tensors). Sums are taken in rank order, so they are reproducible."""
 
@@ -140,7 +143,7 @@ class ThreadLane(Lane):
             raise CommunicationError(reason, rank=self.rank, operation=operation, tensor=tensor) from None
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
-        combine: Callable[..., Tensor] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+        combine = _COMBINE[op]
         with self._shared(tensor, "all_reduce", describe(tensor)) as slots:
             values = _tensors(slots)
             result = values[0].clone()

@@ -17,18 +17,28 @@ _Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 class Worker:
     """One daemon thread with an ordered queue.
 
+    When a job has failed, this rank's collectives are out of step with its peers', and one more could be taken for
+    another of the same size. So no later job runs: all of them fail.
+
     concurrent.futures' own pool is not used because the interpreter waits for its threads at exit: a rank that fails
     would hang there until the collective that its peers left runs into the time-out.
     """
 
     def __init__(self, name: str) -> None:
+        self._name = name
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         # The thread holds the queue, not the worker, so that an abandoned worker is collected and its thread ends.
         threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True).start()
         self._finalizer = weakref.finalize(self, self._queue.put, None)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Run ``function(*arguments)`` after all that was submitted before, and return at once."""
+        """Run ``function(*arguments)`` after all that was submitted before, and return at once.
+
+        Raises:
+            RuntimeError: the worker is closed.
+        """
+        if not self._finalizer.alive:
+            raise RuntimeError(f"{self._name}: expected an open communication thread, got one that was closed")
         future: Future[Any] = Future()
         self._queue.put((future, function, arguments))
         return future
@@ -40,11 +50,18 @@ class Worker:
 
 @torch.no_grad()
 def _run(queue: SimpleQueue[_Job | None]) -> None:
+    # Text only: the exception would keep its frames alive, and with them the worker's owner.
+    failure: str | None = None
     while (job := queue.get()) is not None:
         future, function, arguments = job
         try:
+            if failure is not None:
+                raise RuntimeError(
+                    f"not sent, because an earlier operation of this communication thread failed: {failure}"
+                )
             future.set_result(function(*arguments))
         except BaseException as error:
+            failure = failure or f"{type(error).__name__}: {error}"
             future.set_exception(error)
         # A waiting thread must not keep the last job's tensors alive.
         del job, future, function, arguments

@@ -7,19 +7,18 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hybridpar.comm.agreement import raise_together
+from hybridpar.comm.agreement import check_same_settings, raise_together, together
 from hybridpar.comm.group import Group
 from hybridpar.comm.worker import Worker
-from hybridpar.head.exchange import BatchExchange
+from hybridpar.head.exchange import BatchExchange, LocalBatch
 from hybridpar.head.initial import initial_rows_
 from hybridpar.head.margins import ArcFace, Margin
 from hybridpar.head.retrieval import class_rows, top_classes
-from hybridpar.head.softmax import GlobalBatch, Problem, ShardedSoftmax
+from hybridpar.head.softmax import Problem, ShardedSoftmax
 from hybridpar.head.validate import (
     check_features,
     check_finite,
     check_labels,
-    check_same_settings,
     settings_error,
 )
 from hybridpar.kernels.softmax_reference import unit_rows
@@ -96,7 +95,7 @@ class ShardedClassifier(nn.Module):
             "dtype": str(dtype), "compute_dtype": str(compute_dtype), "ignore_index": ignore_index, "seed": seed,
             "initial_std": initial_std, "backbone_reduction": backbone_reduction,
         }  # fmt: skip
-        check_same_settings(self.group, settings)
+        check_same_settings(self.group, "ShardedClassifier", settings)
         self.layout = self._agreed_layout(rule)
         self._add_parameters(dtype, seed, initial_std, torch.device(device))
         self._exchange = BatchExchange(self.group, self.margin.uses_norms)
@@ -108,13 +107,8 @@ class ShardedClassifier(nn.Module):
 
     def _agreed_layout(self, rule: str | Rule) -> Layout:
         """Collective: a rule may fail, or differ, on one rank only."""
-        error: Exception | None = None
-        try:
-            layout = build_layout(rule, self.num_classes, self.group.size)
-        except (ValueError, TypeError) as problem:
-            error = problem
-        raise_together(self.group, error)
-        check_same_settings(self.group, {"rule": layout.describe()})
+        layout = together(self.group, lambda: build_layout(rule, self.num_classes, self.group.size))
+        check_same_settings(self.group, "ShardedClassifier", {"rule": layout.describe()})
         return layout
 
     def _add_parameters(self, dtype: torch.dtype, seed: int, std: float, device: torch.device) -> None:
@@ -149,42 +143,37 @@ class ShardedClassifier(nn.Module):
         Raises:
             ValueError: a label outside [0, K) on any rank, or a wrong shape; raised on every rank.
             TypeError: labels not int64, or features not floating point; raised on every rank.
-            NonFiniteError: NaN or Inf among the features of any rank; raised on every rank.
+            NonFiniteError: NaN or Inf among the features or in the rows of any rank; raised on every rank.
             CommunicationError: a rank did not take part.
         """
-        error = self._first_error(features, labels)
-        norms = None
-        if error is None and self.margin.uses_norms:
-            norms = unit_rows(features.detach().to(self.margin_state.dtype))[1]
-        elif self.margin.uses_norms:
-            norms = self.margin_state.new_zeros(0)
-        ids = labels if error is None else torch.zeros(0, dtype=torch.int64, device=self.weight.device)
-        ids = torch.where(ids == self.ignore_index, -1, ids)
-        wants_gradient = error is None and torch.is_grad_enabled() and features.requires_grad
-        exchanged = self._exchange(ids, norms, wants_gradient, error)
-        batch = GlobalBatch(
-            exchanged.sizes, exchanged.labels_B, exchanged.norms_B, exchanged.wants_gradient,
-            self.training, self._product_dtype(features),
-        )  # fmt: skip
+        batch = self._exchange(self._local_batch(features, labels))
         loss: Tensor = ShardedSoftmax.apply(  # type: ignore[no-untyped-call]
             features, self.weight, self.bias, self.margin_state, batch, self._problem
         )
         return loss
 
-    def _first_error(self, features: Tensor, labels: Tensor) -> Exception | None:
-        """The first thing wrong on this rank. It is not raised here: the other ranks must learn of it."""
+    def _local_batch(self, features: Tensor, labels: Tensor) -> LocalBatch:
+        """What this rank tells the others. Errors are told, not raised: otherwise the others would wait for it."""
+        error: Exception | None = None
         try:
             check_features(features, self.embedding_size, self.weight.device)
             check_labels(labels, features, self.num_classes, self.ignore_index)
             check_finite(features, self.group.rank)
-        except (ValueError, TypeError, ArithmeticError) as error:
-            return error
-        return None
+        except (ValueError, TypeError, ArithmeticError) as problem:
+            error = problem
+            features = self.weight.new_zeros(0, self.embedding_size)
+            labels = torch.zeros(0, dtype=torch.int64, device=self.weight.device)
+        norms = None
+        if self.margin.uses_norms:
+            norms = unit_rows(features.detach().to(self.margin_state.dtype))[1]
+        labels = torch.where(labels == self.ignore_index, -1, labels)
+        wants_gradient = torch.is_grad_enabled() and features.requires_grad
+        return LocalBatch(labels, norms, wants_gradient, self.training, self._product_dtype(), error)
 
-    def _product_dtype(self, features: Tensor) -> torch.dtype:
+    def _product_dtype(self) -> torch.dtype:
         if self.compute_dtype is not None:
             return self.compute_dtype
-        device = features.device.type
+        device = self.weight.device.type
         if torch.is_autocast_enabled(device) and self.weight.dtype != torch.float64:
             return torch.get_autocast_dtype(device)
         return self.weight.dtype
@@ -201,17 +190,19 @@ class ShardedClassifier(nn.Module):
             Scores [b, k] in descending order (cosines, or logits for ``Softmax``), and int64 class ids [b, k].
 
         Raises:
-            ValueError, TypeError: wrong shape, dtype or k on any rank; raised on every rank.
+            ValueError, TypeError: wrong shape, dtype or k on any rank, or another k; raised on every rank.
+            NonFiniteError: NaN or Inf among the features of any rank; raised on every rank.
         """
-        error: Exception | None = None
-        try:
+
+        def check() -> None:
             check_features(features, self.embedding_size, self.weight.device)
+            check_finite(features, self.group.rank)
             if not 1 <= k <= self.num_classes:
                 raise ValueError(f"k: expected 1 to {self.num_classes} (the number of classes), got {k}")
-        except (ValueError, TypeError) as problem:
-            error = problem
-        raise_together(self.group, error)
-        dtype = self._product_dtype(features)
+
+        together(self.group, check)
+        dtype = self._product_dtype()
+        check_same_settings(self.group, "predict", {"k": k, "dtype of products": str(dtype)})
         return top_classes(self._problem, features, self.weight, self.bias, dtype, k)
 
     @torch.no_grad()
@@ -227,10 +218,5 @@ class ShardedClassifier(nn.Module):
         Raises:
             ValueError, TypeError: ids that are no classes on any rank; raised on every rank.
         """
-        error: Exception | None = None
-        try:
-            check_labels(ids, ids, self.num_classes, ignore_index=None, name="ids")
-        except (ValueError, TypeError) as problem:
-            error = problem
-        raise_together(self.group, error)
+        together(self.group, lambda: check_labels(ids, ids, self.num_classes, ignore_index=None, name="ids"))
         return class_rows(self._problem, self.weight, ids)

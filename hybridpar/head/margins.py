@@ -197,8 +197,8 @@ class CombinedMargin(Margin):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.m1 < 1:
-            raise ValueError(f"CombinedMargin.m1 multiplies the angle: expected m1 >= 1, got {self.m1}")
+        if self.m1 == 0:
+            raise ValueError("CombinedMargin.m1 multiplies the angle: expected m1 > 0, got 0")
 
     def target(self, cosine_B: Tensor, norms_B: Tensor | None, state: Tensor) -> TargetLogit:
         if self.m1 == 1.0:
@@ -228,6 +228,11 @@ class AdaFace(Margin):
 
     uses_norms: ClassVar[bool] = True
     _smallest_angle: ClassVar[float] = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.t_alpha > 1:
+            raise ValueError(f"AdaFace.t_alpha is a share: expected at most 1, got {self.t_alpha}")
 
     def initial_state(self) -> tuple[float, ...]:
         return (20.0, 100.0)
@@ -265,6 +270,11 @@ class CurricularFace(Margin):
     momentum: float = 0.01
 
     needs_target_first: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.momentum > 1:
+            raise ValueError(f"CurricularFace.momentum is a share: expected at most 1, got {self.momentum}")
 
     def initial_state(self) -> tuple[float, ...]:
         return (0.0,)

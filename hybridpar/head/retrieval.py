@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridpar.head.softmax import Chunks, Problem, inverse_row_norms, owned_samples
+from hybridpar.head.chunks import Chunks, exact_dtype, owned_samples
+from hybridpar.head.softmax import Problem
 from hybridpar.kernels import softmax_reference as kernels
 
 
@@ -14,14 +15,15 @@ def top_classes(
 ) -> tuple[Tensor, Tensor]:
     """Collective. Scores [b, k] descending and int64 class ids [b, k]; see ``ShardedClassifier.predict``."""
     group, layout = problem.group, problem.layout
-    exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
     sizes: list[int] = group.all_gather(torch.tensor([len(features_bD)], device=weight.device)).tolist()
-    unit_bD = features_bD.to(exact)
+    unit_bD = features_bD.to(exact_dtype(weight))
     if problem.margin.normalized:
         unit_bD = kernels.unit_rows(unit_bD)[0]
     features_BD = group.all_gather(unit_bD.to(dtype), sizes)
-    chunks = Chunks(problem, features_BD, weight, bias, weight.new_zeros(0), inverse_row_norms(problem, weight))
+    chunks = Chunks(features_BD, weight, bias, problem.margin, weight.new_zeros(0), problem.chunk_classes)
     scores, rows = _top_rows(chunks, k)
+    if not problem.margin.normalized:
+        scores *= problem.margin.scale
     ids = layout.class_ids(group.rank, rows.flatten().cpu()).to(weight.device).view_as(rows)
     # Shards may hold fewer than k rows: their candidates are padded with scores that cannot win.
     width = min(k, max(layout.sizes))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from hybridpar.comm.errors import NonFiniteError
-from hybridpar.comm.group import Group
 
 ROW_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -39,17 +36,6 @@ def settings_error(
     if chunk_classes is not None and chunk_classes < 1:
         return ValueError(f"chunk_classes: expected at least 1, or None, got {chunk_classes}")
     return None
-
-
-def check_same_settings(group: Group, settings: dict[str, Any]) -> None:
-    """Collective. Raises ValueError on every rank, naming the first setting that differs and the ranks' values."""
-    for rank, theirs in enumerate(everyone := group.all_gather_json(settings)):
-        for name, first in everyone[0].items():
-            if theirs[name] != first:
-                raise ValueError(
-                    f"ShardedClassifier: expected the same {name} on every rank, got {first} on rank 0 and "
-                    f"{theirs[name]} on rank {rank}; construct the head with equal arguments everywhere"
-                )
 
 
 def check_features(features: Tensor, embedding_size: int, device: torch.device) -> None:

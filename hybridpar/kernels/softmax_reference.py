@@ -26,9 +26,12 @@ def online_exp_(logits_BC: Tensor, maximum_B: Tensor, total_B: Tensor) -> Tensor
     return rescale
 
 
-def softmax_(logits_BC: Tensor, log_sum_exp_B: Tensor, weight_B: Tensor) -> Tensor:
-    """In place: probabilities times a weight for each sample, exp(logits - log_sum_exp) * weight."""
-    return logits_BC.sub_(log_sum_exp_B[:, None]).exp_().mul_(weight_B[:, None])
+def softmax_(logits_BC: Tensor, maximum_B: Tensor, log_total_B: Tensor, weight_B: Tensor) -> Tensor:
+    """In place: probabilities times a weight for each sample, exp((logits - maximum) - log_total) * weight.
+
+    Maximum and logarithm of the sum are subtracted one after the other: added up first, they would lose digits.
+    """
+    return logits_BC.sub_(maximum_B[:, None]).sub_(log_total_B[:, None]).exp_().mul_(weight_B[:, None])
 
 
 def unit_rows(rows: Tensor, eps: float = 1e-12) -> tuple[Tensor, Tensor]:

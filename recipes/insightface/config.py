@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -205,17 +205,46 @@ def glyph_options(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-# Small gray characters on CPUs: about 2,600 identities and 28,000 images to train on, 110 steps an epoch.
+# Small gray images on CPUs. A margin of 0.3 at scale 32 suits a few thousand classes; 0.5 at 64 is for large sets.
+_SMALL_MODEL = ModelConfig(name="convnet", embedding_size=128)
+_SMALL_HEAD = HeadConfig(margin_options={"scale": 32.0, "margin": 0.3})
+_SMALL_OPTIMIZER = OptimizerConfig(learning_rate=0.2, schedule="cosine", clip=5.0)
+
+# About 2,700 identities and 26,400 images to train on: 103 steps an epoch.
 _GLYPHS = TrainConfig(
-    data=DataConfig(
-        kind="glyphs", image_size=32, channels=1, verification_identities=400, augment=GLYPH_POLICY
-    ),
-    model=ModelConfig(name="convnet", embedding_size=128),
-    head=HeadConfig(margin_options={"scale": 32.0, "margin": 0.3}),
-    optimizer=OptimizerConfig(learning_rate=0.2, schedule="cosine", clip=5.0),
+    data=DataConfig(kind="glyphs", image_size=32, channels=1, verification_identities=400, augment=GLYPH_POLICY),
+    model=_SMALL_MODEL,
+    head=_SMALL_HEAD,
+    optimizer=_SMALL_OPTIMIZER,
     run=RunConfig(out=Path("runs/glyphs"), checkpoint_every=500, evaluate_every=250),
     batch=256,
     epochs=15,
+)
+
+# Handwriting varies more than fonts do.
+_HANDWRITING = AugmentPolicy(shift=0.08, rotate=15.0, scale=0.2, shear=0.25, contrast=0.1)
+_CHARACTERS = TrainConfig(
+    data=DataConfig(kind="records", image_size=32, channels=1, augment=_HANDWRITING),
+    model=_SMALL_MODEL,
+    head=_SMALL_HEAD,
+    optimizer=_SMALL_OPTIMIZER,
+    run=RunConfig(out=Path("runs/characters"), checkpoint_every=500, evaluate_every=250),
+    batch=128,
+    epochs=50,
+)
+
+# 40 or so people with a few gray photographs each, such as the ORL faces.
+_SMALL_FACES = TrainConfig(
+    data=DataConfig(
+        kind="folders", image_size=32, channels=1, flip=True, augment=FACE_POLICY,
+        verification_identities=0.25, verification_pairs=800,
+    ),
+    model=_SMALL_MODEL,
+    head=_SMALL_HEAD,
+    optimizer=replace(_SMALL_OPTIMIZER, learning_rate=0.05),
+    run=RunConfig(out=Path("runs/small-faces"), checkpoint_every=200, evaluate_every=100),
+    batch=64,
+    steps=400,
 )  # fmt: skip
 
 _RECORDS = TrainConfig(
@@ -241,6 +270,8 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
         "Characters in the fonts that matplotlib ships: nothing to download, minutes on two CPU cores.",
         _GLYPHS,
     ),
+    "characters": ("A record set (--data.path) of small gray characters, on CPUs.", _CHARACTERS),
+    "small-faces": ("A few people in folders or a .zip file (--data.path), small and gray, on CPUs.", _SMALL_FACES),
     "records": ("An InsightFace record set (--data.path), 112 x 112 faces, IResNet-50.", _RECORDS),
     "folders": ("One folder of images per identity (--data.path), 112 x 112 faces, IResNet-50.", _FOLDERS),
     "synthetic": ("Any number of identities, images made from the id: for measuring.", _SYNTHETIC),

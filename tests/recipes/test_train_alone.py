@@ -1,0 +1,167 @@
+"""One rank, in this process: what the recipe refuses, says, and leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recipes.insightface import evaluate, train, trainer
+from recipes.insightface.config import PRESETS, DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from recipes.insightface.trained import load_backbone
+
+
+def _config(out: Path, **changes: object) -> TrainConfig:
+    base = TrainConfig(
+        data=DataConfig(kind="synthetic", identities=20, images_per_identity=4, image_size=16, channels=1),
+        model=ModelConfig(name="convnet", options={"width": 0.25}, embedding_size=8),
+        optimizer=OptimizerConfig(learning_rate=0.01),
+        run=RunConfig(out=out, tensorboard=False, export=False, quiet=True, log_every=1),
+        batch=8,
+        steps=2,
+        threads=1,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def test_glyphs_beat_raw_pixels_on_characters_never_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    preset = PRESETS["glyphs"][1]
+    run = dataclasses.replace(preset.run, out=tmp_path, quiet=True, log_every=5, evaluate_every=200)
+    train.main(dataclasses.replace(preset, run=run, steps=200, threads=1))
+    printed = capsys.readouterr().out
+    model, raw = (float(text) for text in re.findall(r"(?:model|raw pixels) +(0\.\d+) \+-", printed))
+    assert 0.82 < raw < 0.90
+    assert model > 0.93
+    for name in ("loss.png", "throughput.png", "accuracy.png", "roc-glyphs.png"):
+        assert (tmp_path / "plots" / name).stat().st_size > 5000
+        assert str(tmp_path / "plots" / name) in printed
+    checkpoint = tmp_path / "checkpoints" / "step-00000200"
+    assert str(checkpoint) in printed
+    assert list((tmp_path / "tensorboard").iterdir())
+
+    # What was exported computes what was trained, and the report can be made again from the checkpoint alone.
+    trained = load_backbone(tmp_path)
+    images = torch.rand(3, 1, 32, 32) * 2 - 1
+    session = onnxruntime.InferenceSession(str(tmp_path / "export" / "backbone.onnx"))
+    with torch.no_grad():
+        expected = trained.model(images).numpy()
+    np.testing.assert_allclose(session.run(None, {"images": images.numpy()})[0], expected, atol=1e-4)
+    centers = load_file(tmp_path / "export" / "class_centers.safetensors")
+    assert centers["class_ids"].tolist() == list(range(len(centers["class_ids"])))
+    assert len(centers["class_ids"]) == json.loads((checkpoint / "manifest.json").read_text())["head"]["num_classes"]
+    evaluate.main(evaluate.Options(checkpoint=tmp_path, glyphs=True, out=tmp_path / "again"))
+    again = capsys.readouterr().out
+    assert f"{model:.4f} +-" in again
+
+
+def test_an_empty_data_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    data = DataConfig(kind="folders", path=tmp_path / "empty", image_size=16, channels=1)
+    with pytest.raises(ValueError, match="empty"):
+        train.main(_config(tmp_path / "out", data=data))
+    with pytest.raises(ValueError, match=r"expected --data\.path, got none"):
+        train.main(_config(tmp_path / "out", data=DataConfig(kind="records")))
+
+
+def test_an_output_folder_that_cannot_be_written_to_is_refused_before_work_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match=r"--run\.out .*file/out: expected a folder that can be written to"):
+        train.main(_config(tmp_path / "file" / "out"))
+
+
+def test_resuming_with_another_architecture_or_class_count_names_both(tmp_path: Path) -> None:
+    train.main(_config(tmp_path))
+    other = ModelConfig(name="convnet", options={"width": 0.5}, embedding_size=8)
+    with pytest.raises(ValueError, match=r"another architecture: blocks.*float32\[8.*in the checkpoint.*float32\[16"):
+        train.main(_config(tmp_path, model=other, steps=4))
+    more = DataConfig(kind="synthetic", identities=40, images_per_identity=2, image_size=16, channels=1)
+    with pytest.raises(ValueError, match="num_classes is 20 in the checkpoint and 40 in the head"):
+        train.main(_config(tmp_path, data=more, steps=4))
+    fewer = DataConfig(kind="synthetic", identities=20, images_per_identity=2, image_size=16, channels=1)
+    with pytest.raises(ValueError, match=r"a set of 80; expected the same set.* got a set of 40"):
+        train.main(_config(tmp_path, data=fewer, steps=4))
+
+
+def test_a_half_written_checkpoint_is_passed_over_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunConfig(out=tmp_path, tensorboard=False, export=False, quiet=True, log_every=1, checkpoint_every=1)
+    train.main(_config(tmp_path, run=run))
+    newest = tmp_path / "checkpoints" / "step-00000002"
+    (newest / "model.safetensors").write_bytes((newest / "model.safetensors").read_bytes()[:100])
+    capsys.readouterr()
+    train.main(_config(tmp_path, run=run, steps=3))
+    printed = capsys.readouterr().out
+    assert "resumed from" in printed
+    assert "step 1; skipped" in printed
+    assert "model.safetensors: expected" in printed
+    assert (tmp_path / "checkpoints" / "step-00000003" / "manifest.json").exists()
+
+
+def test_never_resume_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
+    train.main(_config(tmp_path))
+    run = RunConfig(out=tmp_path, tensorboard=False, export=False, quiet=True, resume="never")
+    with pytest.raises(ValueError, match=r"expected no checkpoints with --run\.resume never"):
+        train.main(_config(tmp_path, run=run))
+
+
+def test_more_ranks_than_classes_and_unknown_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="margin arcface has the options"):
+        train.main(_config(tmp_path, head=dataclasses.replace(TrainConfig().head, margin_options={"m": 1.0})))
+    with pytest.raises(ValueError, match=r"even.*striped"):
+        train.main(_config(tmp_path, head=dataclasses.replace(TrainConfig().head, rule="unheard-of")))
+    with pytest.raises(ValueError, match="--plugins: expected a Python file"):
+        train.main(_config(tmp_path, plugins=("missing.py",)))
+    with pytest.raises(ValueError, match="accumulate divides"):
+        _config(tmp_path, batch=8, accumulate=3)
+
+
+def test_steps_with_non_finite_features_are_skipped_and_ten_in_a_row_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+
+    def poisoned(images: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        calls.append(len(images))
+        pixels = images.float() / 255
+        return pixels * torch.nan if len(calls) in bad else pixels
+
+    monkeypatch.setattr("recipes.insightface.inputs.augment", poisoned)
+    bad = {2}
+    train.main(_config(tmp_path / "one", steps=4))
+    assert "step 2 is skipped: features must be finite" in capsys.readouterr().out
+    records = [json.loads(line) for line in (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["loss"] is None for record in records] == [False, True, False, False]
+    calls.clear()
+    bad = set(range(1, 100))
+    with pytest.raises(ArithmeticError, match="features must be finite"):
+        train.main(_config(tmp_path / "all", steps=40))
+    assert len(calls) == 10
+
+
+@pytest.mark.parametrize("schedule", ["polynomial", "cosine", "constant"])
+def test_learning_rates_rise_over_the_warm_up_and_fall_to_nothing(schedule: str) -> None:
+    config = OptimizerConfig(learning_rate=0.4, schedule=schedule, warmup=0.1)  # type: ignore[arg-type]
+    rates = [trainer.learning_rate(config, step, 200) for step in range(200)]
+    assert rates[0] == pytest.approx(0.4 / 20)
+    assert max(rates) == pytest.approx(0.4)
+    assert rates[19] == pytest.approx(0.4)
+    assert rates[20:] == sorted(rates[20:], reverse=True)
+    assert rates[-1] == (0.4 if schedule == "constant" else pytest.approx(0.0, abs=1e-3))
+    # PyTorch's own schedulers agree after the warm-up.
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+    schedulers = {
+        "polynomial": lambda: torch.optim.lr_scheduler.PolynomialLR(optimizer, 180, power=2.0),
+        "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 180),
+        "constant": lambda: torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+    }
+    scheduler = schedulers[schedule]()
+    for rate in rates[20:]:
+        assert rate == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+        optimizer.step()
+        scheduler.step()
