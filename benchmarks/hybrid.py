@@ -10,10 +10,11 @@ dense logits  the usual model-parallel head (peers/dense_logits.py): rows cut by
 torch DDP     the head whole on every rank (peers/whole_head.py), under torch's DistributedDataParallel
 
 The backbone is one D x D linear layer, so that the head dominates. Every case runs in fresh processes, and the cases
-take turns for a number of rounds. Columns: seconds a step, the median over all steps after warm-up (barrier to
-barrier, optimizer included); peak resident memory of the rank that needed most; what of that is not rows, gradient
-and momentum of the classes that a rank holds; time and memory over those of hybrid. A case whose estimated memory
-the machine does not have is not started. The losses of all cases must agree, or the benchmark fails: the same work.
+take turns for a number of rounds. Columns: seconds a step, from barrier to barrier with the optimizer, and the
+processor time of rank 0 in it, medians over all steps after warm-up; peak resident memory of the rank that needed
+most; what of that is not rows, gradient and momentum of the classes that a rank holds; time and memory over those of
+hybrid. A case whose estimated memory the machine does not have is not started. The losses of all cases must agree, or
+the benchmark fails: the same work.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import argparse
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -170,14 +172,14 @@ def inputs_and_labels(work: Work, step: int, rank: int) -> tuple[Tensor, Tensor]
     return inputs, torch.randint(work.classes, (work.batch,), generator=generator)
 
 
-def train(work: Work, model: Model) -> tuple[list[float], list[float]]:
-    """Seconds of each timed step, and the global loss of every step."""
+def train(work: Work, model: Model) -> dict[str, list[float]]:
+    """Seconds and seconds of processor time of each timed step, and the global loss of every step."""
     optimizer = torch.optim.SGD(model.parameters, lr=work.lr, momentum=work.momentum)
-    seconds, losses = [], []
+    seconds, processor, losses = [], [], []
     for step in range(work.warm_up + work.steps):
         inputs, labels = inputs_and_labels(work, step, dist.get_rank())
         dist.barrier()
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         optimizer.zero_grad()
         loss = model.loss(inputs, labels)
         loss.backward()
@@ -185,10 +187,11 @@ def train(work: Work, model: Model) -> tuple[list[float], list[float]]:
         optimizer.step()
         dist.barrier()
         seconds.append(time.perf_counter() - start)
+        processor.append(time.process_time() - used)
         everyone = loss.detach() / dist.get_world_size()
         dist.all_reduce(everyone)
         losses.append(float(everyone))
-    return seconds[work.warm_up :], losses
+    return {"seconds": seconds[work.warm_up :], "processor seconds": processor[work.warm_up :], "losses": losses}
 
 
 def run_as_rank(case: Case, work: Work, result: Path) -> None:
@@ -196,11 +199,11 @@ def run_as_rank(case: Case, work: Work, result: Path) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = case.build(work, nn.Linear(work.embedding, work.embedding, bias=False))
-    seconds, losses = train(work, model)
+    trained = train(work, model)
     peak = torch.tensor(peak_memory())
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
-        write_json(result, {"seconds": seconds, "losses": losses, "peak": int(peak)})
+        write_json(result, {**trained, "peak": int(peak)})
     dist.barrier()
     # Not through the interpreter's end: gloo's threads abort some processes there, whose work is done.
     os._exit(0)
@@ -211,7 +214,10 @@ def measure(work: Work, options: argparse.Namespace) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name in options.cases:
         estimate = CASES[name].estimate(work, options.ranks)
-        found[name] = {"case": name, "estimate": estimate, "seconds": [], "losses": [], "peak": 0, "problem": None}
+        found[name] = {
+            "case": name, "estimate": estimate, "problem": None, "peak": 0,
+            "seconds": [], "processor seconds": [], "losses": [],
+        }  # fmt: skip
         free = available_memory() - RESERVE_BYTES
         if options.ranks * estimate > free:
             found[name]["problem"] = (
@@ -222,7 +228,7 @@ def measure(work: Work, options: argparse.Namespace) -> list[dict[str, Any]]:
             entry = found[name]
             if entry["problem"] is not None:
                 continue
-            print(f"{work.classes:,} classes, round {number + 1} of {options.rounds}: {name}", flush=True)
+            print(f"{work.classes:,} classes, round {number + 1} of {options.rounds}: {name}", file=sys.stderr)
             try:
                 got = run_ranks(
                     Path(__file__), rank_arguments(name, work),
@@ -232,6 +238,7 @@ def measure(work: Work, options: argparse.Namespace) -> list[dict[str, Any]]:
                 entry["problem"] = str(error)
                 continue
             entry["seconds"] += got["seconds"]
+            entry["processor seconds"] += got["processor seconds"]
             entry["losses"], entry["peak"] = got["losses"], max(entry["peak"], got["peak"])
     check_same_losses(list(found.values()))
     return list(found.values())
@@ -250,12 +257,12 @@ def summary(work: Work, entries: Sequence[dict[str, Any]], ranks: int) -> list[d
     """Rows of the table."""
     medians = {entry["case"]: statistics.median(entry["seconds"]) for entry in entries if entry["problem"] is None}
     peaks = {entry["case"]: entry["peak"] / MIB for entry in entries}
-    columns = ["s / step", "peak MiB", "beyond 3 x rows MiB", "time / hybrid", "memory / hybrid"]
+    columns = ["s / step", "CPU s / step", "peak MiB", "beyond 3 x rows MiB", "time / hybrid", "memory / hybrid"]
     rows: list[dict[str, object]] = []
     for entry in entries:
         name = entry["case"]
-        cells = [entry["problem"].split(":")[0], f"est. {entry['estimate'] / MIB:,.0f}"] if entry["problem"] else [
-            f"{medians[name]:.4f}", f"{peaks[name]:,.0f}",
+        cells = [entry["problem"].split(":")[0], "", f"est. {entry['estimate'] / MIB:,.0f}"] if entry["problem"] else [
+            f"{medians[name]:.4f}", f"{statistics.median(entry['processor seconds']):.4f}", f"{peaks[name]:,.0f}",
             f"{peaks[name] - 3 * CASES[name].rows_bytes(work, ranks) / MIB:,.0f}",
         ]  # fmt: skip
         if "hybrid" in medians and name in medians:
@@ -294,7 +301,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--huge-pages", action="store_true", help="let torch ask for huge pages, in every case")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one case may take in one round")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there, besides the table")
     parser.add_argument("--rank-of", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()

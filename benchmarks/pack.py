@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from support.report import table
 
 from hybridpar.kernels import pack, unpack
 
@@ -112,18 +113,6 @@ def measure(
     return rows
 
 
-def table(rows: list[dict[str, object]]) -> str:
-    lines = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < 3 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -136,7 +125,7 @@ def main() -> None:
         for wire in WIRES
         for row in measure(name, shapes, layout, wire, options.repeats)
     ]
-    print(json.dumps(rows, indent=1) if options.json else table(rows))
+    print(json.dumps(rows, indent=1) if options.json else table(rows, text_columns=3))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -79,9 +79,11 @@ class DataParallel(nn.Module):
         self._accumulators = [get_gradient_edge(parameter).node for parameter in self._parameters_sent]
         self._hooks: list[RemovableHandle] = []
         for index, parameter in enumerate(self._parameters_sent):
-            before, after = partial(self._before_accumulation, index), partial(self._after_accumulation, index)
+            before, after = _Hook(self._before_accumulation, index), _Hook(self._after_accumulation, index)
             self._hooks.append(self._accumulators[index].register_prehook(before))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(after))
+        weakref.finalize(self, _remove, self._hooks)
+        module.__dict__[_KEEPER] = _Keeper(self)
         # Only where this module is a part of another one: load_state_dict below goes to the wrapped module at once.
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
@@ -131,8 +133,8 @@ class DataParallel(nn.Module):
 
     def close(self) -> None:
         """Free the engine and let go of the module. Collective where the library demands it."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        _remove(self._hooks)
+        self.module.__dict__.pop(_KEEPER, None)
         self._engine.close()
 
     def _check_hooked(self) -> None:
@@ -208,11 +210,43 @@ def _is_sharded(parameter: Tensor) -> bool:
     return group is not None and group.size > 1
 
 
+# Note [life of a wrapper]
+# Gradients must be summed for as long as the module is trained, even where only the module is kept. But a hook that
+# refers to its wrapper closes a cycle through C++, which Python's garbage collector cannot see: the engine's thread
+# would never end. So hooks refer to it weakly, and the module keeps it, by a cycle that the collector sees.
+_KEEPER = "_hybridpar_keeper"
+
+
+class _Keeper:
+    """Note [life of a wrapper]. Copies and pickles of the module come without the wrapper, as they have no hooks."""
+
+    def __init__(self, owner: DataParallel | None) -> None:
+        self.owner = owner
+
+    def __reduce__(self) -> tuple[type[_Keeper], tuple[None]]:
+        return _Keeper, (None,)
+
+
+class _Hook:
+    """Note [life of a wrapper]. A method and its first argument, for autograd to call."""
+
+    def __init__(self, method: Callable[[int, Any], None], index: int) -> None:
+        self._method, self._index = weakref.WeakMethod(method), index
+
+    def __call__(self, value: Any) -> None:
+        method = self._method()
+        assert method is not None, "hooks are removed when their owner is dropped"
+        method(self._index, value)
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    while hooks:
+        hooks.pop().remove()
+
+
 def _is_wrapped(parameter: Tensor) -> bool:
-    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-    return any(
-        getattr(getattr(hook, "func", None), "__func__", None) is DataParallel._after_accumulation for hook in hooks
-    )
+    hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
+    return any(isinstance(hook, _Hook) for hook in hooks.values())
 
 
 def _problem(reduction: str, named: Mapping[str, Tensor]) -> ValueError | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -339,14 +340,20 @@ def test_sums_survive_a_backward_that_accumulates_out_of_place() -> None:
         _compare(2, Tied, backward)
 
 
-def test_the_model_may_be_copied_for_an_average() -> None:
+def test_the_model_may_be_copied_and_pickled() -> None:
     def work(group: Any) -> None:
         module = Tied().double()
         parallel = hp.DataParallel(module, group=group)
         parallel(_draw(2, 3, seed=0)).sum().backward()
-        twin = copy.deepcopy(parallel.module)
-        if group.rank == 0:  # the copy has no hooks: no rank waits for another
-            twin(_draw(2, 3, seed=1)).sum().backward()
+        memory = io.BytesIO()
+        torch.save(module, memory)
+        memory.seek(0)
+        twins = [copy.deepcopy(module), torch.load(memory, weights_only=False)]
+        if group.rank == 0:  # copies have no hooks: no rank waits for another
+            for twin in twins:
+                twin(_draw(2, 3, seed=1)).sum().backward()
+        for twin in twins:
+            hp.DataParallel(twin, group=group)
 
     run_threads(2, work)
 

@@ -41,7 +41,7 @@ def test_buffers_are_those_of_rank_0_in_training_alone() -> None:
         mean, seen = model[1].running_mean, []
 
         def differ() -> None:
-            mean.fill_(float(group.rank))
+            mean.data.fill_(float(group.rank))  # unseen by autograd
 
         x = torch.zeros(2, 3)
         differ()
@@ -283,6 +283,17 @@ def test_wrapping_twice_is_refused_because_it_would_sum_twice() -> None:
             model.zero_grad()
         hp.DataParallel(model, group=group)(torch.ones(1, 2)).sum().backward()
         assert model.bias.grad.item() == 2
+
+    run_threads(2, work)
+
+
+def test_sums_go_on_where_only_the_module_is_kept() -> None:
+    def work(group: Any) -> None:
+        model = nn.Linear(2, 1)
+        hp.DataParallel(model, group=group)
+        gc.collect()
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.bias.grad.item() == group.size
 
     run_threads(2, work)
 

@@ -103,8 +103,7 @@ class Engine:
         if index in current.tensors:
             raise RuntimeError(
                 f"{self._names[index]} was submitted twice in one round: expected one backward pass for each flush; "
-                "use no_sync() for all backward passes but the last, and torch.utils.checkpoint with use_reentrant=False "
-                "for parts whose parameters are used outside of them too"
+                "use no_sync() for all backward passes but the last, and use_reentrant=False in torch.utils.checkpoint"
             )
         current.tensors[index] = tensor
         self._send_complete()

@@ -22,6 +22,7 @@ import torch
 import tyro
 
 import hybridpar as hp
+from hybridpar.topology import detect
 from recipes.insightface import export
 from recipes.insightface.config import PRESETS, TrainConfig
 from recipes.insightface.evaluate import Evaluation, format_table, write_report
@@ -131,8 +132,12 @@ def report(trainer: Trainer) -> None:
 
 def cli() -> None:
     """Parse the command line, train, and turn expected errors into one line each."""
-    presets = {name: (text, config) for name, (text, config) in PRESETS.items()}
-    config = tyro.extras.overridable_config_cli(presets, description=__doc__)
+    config = tyro.extras.overridable_config_cli(
+        PRESETS,
+        prog="python -m recipes.insightface.train",
+        description=__doc__,
+        console_outputs=detect().rank == 0,
+    )
     try:
         main(config)
     except (ValueError, OSError, hp.CommunicationError, hp.NonFiniteError) as error:
