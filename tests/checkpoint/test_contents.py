@@ -150,6 +150,18 @@ def test_several_optimizers_go_under_their_names(tmp_path: Path) -> None:
     assert groups[2]["betas"] == (0.5, 0.6)
 
 
+def test_state_that_is_no_tensor_comes_back_too(tmp_path: Path) -> None:
+    model, group = nn.Linear(2, 2), hp.Group.alone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight] = {"calls": 3, "momentum_buffer": None, "average": torch.ones(2, 2)}
+    hp.checkpoint.save(tmp_path, step=0, model=model, optimizer=optimizer, group=group)
+    optimizer.state.clear()
+    hp.checkpoint.load(tmp_path, model=model, optimizer=optimizer, group=group)
+    found = optimizer.state[model.weight]
+    assert (found["calls"], found["momentum_buffer"], found["average"].sum().item()) == (3, None, 4.0)
+    assert model.bias not in optimizer.state
+
+
 def test_tied_weights_are_written_for_each_of_their_names(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight

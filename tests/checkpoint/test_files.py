@@ -109,6 +109,30 @@ def test_a_crash_at_any_instant_leaves_a_whole_checkpoint(
     assert outcomes == sorted(outcomes)  # once the new one is there, it stays
 
 
+def test_everything_is_forced_to_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the name itself afterwards: a machine that loses power keeps what was forced, and little else."""
+    trail: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def watched_fsync(descriptor: int) -> None:
+        trail.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        fsync(descriptor)
+
+    def watched_rename(path: Path, target: Path) -> Path:
+        trail.append(f"rename {path.name} {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(Path, "rename", watched_rename)
+    _save(tmp_path / "checkpoints", 1, 10.0)
+    named = trail.index("rename .step-00000001.partial step-00000001")
+    written = {path.name for path in (tmp_path / "checkpoints" / "step-00000001").iterdir()}
+    assert len(written) == 4
+    assert set(trail[:named]) == {f"sync {name}" for name in written} | {"sync .step-00000001.partial"}
+    assert trail[named - 2 : named] == ["sync manifest.json", "sync .step-00000001.partial"]
+    assert trail[named + 1 :] == ["sync checkpoints"]
+
+
 @pytest.mark.parametrize("moment", range(0, 14, 3))
 def test_an_error_of_one_of_two_ranks_is_raised_on_both(moment: int, tmp_path: Path) -> None:
     _save(tmp_path, 1, 10.0)

@@ -37,13 +37,14 @@ class Setting:
 @functools.cache
 def start() -> tuple[nn.Module, Tensor, Tensor, tuple[tuple[Tensor, Tensor], ...]]:
     """Initial backbone, rows [K, D] and bias [K], and the global batches."""
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        # No bias before the batch norm: its gradient is exactly 0, and AdamW would blow up the rounding.
-        first = nn.Linear(INPUTS, 8, bias=False)
-        backbone = nn.Sequential(first, nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, EMBEDDING)).double()
+    # No bias before the batch norm: its gradient is exactly 0, and AdamW would blow up the rounding.
+    first = nn.Linear(INPUTS, 8, bias=False)
+    backbone = nn.Sequential(first, nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, EMBEDDING)).double()
+    # A generator of its own: threads ask for this at once, and share the global one.
     draw = torch.Generator().manual_seed(6)
-    kind = {"dtype": torch.float64, "generator": draw}
+    for parameter in backbone.parameters():
+        parameter.data.normal_(generator=draw)
+    kind: dict[str, Any] = {"dtype": torch.float64, "generator": draw}
     rows, bias = torch.randn(CLASSES, EMBEDDING, **kind), torch.randn(CLASSES, **kind)
     batches = tuple(
         (torch.randn(BATCH, INPUTS, **kind), torch.randint(CLASSES, (BATCH,), generator=draw)) for _ in range(STEPS)
