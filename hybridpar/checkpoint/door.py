@@ -144,9 +144,15 @@ def load(
 
 
 def newest(directory: str | Path) -> Path | None:
-    """The newest complete checkpoint in ``directory``, without opening it; None where there is none."""
-    paths = files.candidates(Path(directory)).values()
-    return next((path for path in paths if (path / files.MANIFEST).is_file()), None)
+    """The newest complete checkpoint in ``directory``, without opening it; None where there is none.
+
+    Directories that hold no manifest, because writing them was interrupted, are passed over with a warning.
+    """
+    for path in files.candidates(Path(directory)).values():
+        if (path / files.MANIFEST).is_file():
+            return path
+        log.warning("%s has no %s: writing it was interrupted; looking for the one before it", path, files.MANIFEST)
+    return None
 
 
 def _check_arguments(

@@ -182,7 +182,7 @@ class _BucketRound:
             lane.all_reduce(self.buffer, "sum")
         except CommunicationError as error:
             text = f"the gradients of {names[members[0]]} .. {names[members[-1]]}"
-            raise CommunicationError(str(error), rank=lane.rank, operation="all_reduce", tensor=text) from error
+            raise CommunicationError(error.reason, rank=lane.rank, operation="all_reduce", tensor=text) from error
         if len(self.tensors) < len(members):
             for index, present in zip(members, flags.tolist(), strict=True):
                 if present > 0 and index not in self.tensors:

@@ -7,6 +7,7 @@ class CommunicationError(RuntimeError):
     """A collective failed or timed out.
 
     Attributes:
+        reason: what went wrong.
         rank: the rank on which the error was raised.
         operation: name of the collective, for example ``"all_reduce"``.
         tensor: what was being sent: a name, or a dtype and shape.
@@ -14,6 +15,7 @@ class CommunicationError(RuntimeError):
 
     def __init__(self, reason: str, *, rank: int, operation: str, tensor: str) -> None:
         super().__init__(f"rank {rank}: {operation} of {tensor} failed: {reason}")
+        self.reason = reason
         self.rank = rank
         self.operation = operation
         self.tensor = tensor

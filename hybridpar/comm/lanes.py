@@ -132,7 +132,11 @@ class ThreadLane(Lane):
         """Show ``value`` to the other ranks for as long as the block lasts."""
         self._hub.slots[self.rank] = value
         self._wait(operation, tensor)
-        yield self._hub.slots
+        try:
+            yield self._hub.slots
+        except BaseException:
+            self._hub.abort()  # the others must not wait for a rank that cannot go on
+            raise
         self._wait(operation, tensor)
 
     def _wait(self, operation: str, tensor: str) -> None:

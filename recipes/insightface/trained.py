@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +12,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+import hybridpar as hp
 from recipes.insightface.models import build_model
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
-
-_NAME = re.compile(r"step-(\d+)")
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,12 +55,9 @@ def find_checkpoint(path: Path) -> Path:
     """
     if (path / MANIFEST).is_file():
         return path
-    parent = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    steps = {int(match.group(1)): path for path in parent.glob("step-*") if (match := _NAME.fullmatch(path.name))}
-    for _, candidate in sorted(steps.items(), reverse=True):
-        if (candidate / MANIFEST).is_file():
-            return candidate
-        _logger.warning("%s has no %s (its writing was interrupted): taking the one before it", candidate, MANIFEST)
+    found = hp.checkpoint.newest(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
+    if found is not None:
+        return found
     raise ValueError(
         f"expected a checkpoint directory (with {MANIFEST}) or a run directory with checkpoints/step-*, got {path}, "
         "which holds no complete checkpoint"

@@ -64,8 +64,9 @@ class Trainer:
 
     def resume(self) -> hp.checkpoint.Checkpoint | None:
         """Go on from the newest complete checkpoint of the run, if there is one."""
-        present = self.group.broadcast_json(any(self.checkpoints.glob("step-*")) if self.chief else None)
-        if not present:
+        # Incomplete ones count: loading says why they cannot be used.
+        some = any(self.checkpoints.glob("step-*")) or hp.checkpoint.newest(self.checkpoints) is not None
+        if not self.group.broadcast_json(some if self.chief else None):
             return None
         if self.config.run.resume == "never":
             raise ValueError(
