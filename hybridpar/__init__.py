@@ -21,6 +21,7 @@ from hybridpar.head.margins import (
     Softmax,
     SphereFace,
 )
+from hybridpar.head.replicated import ReplicatedClassifier
 from hybridpar.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "MagFace",
     "Margin",
     "NonFiniteError",
+    "ReplicatedClassifier",
     "ShardedClassifier",
     "Softmax",
     "SphereFace",

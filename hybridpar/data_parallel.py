@@ -108,6 +108,22 @@ class DataParallel(nn.Module):
         broadcast_tensors(self.module.buffers(), self.group)
 
     @contextmanager
+    def buffers_kept_on_error(self) -> Iterator[None]:
+        """If the block raises, put all buffers back as they were before.
+
+        For training steps that may be skipped: when the head refuses a batch with ``NonFiniteError``, the backbone's
+        batch norms have already taken it into their running statistics.
+        """
+        before = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        try:
+            yield
+        except BaseException:
+            with torch.no_grad():
+                for buffer, value in before:
+                    buffer.copy_(value)
+            raise
+
+    @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate locally; the next one outside sends the sum of all of them."""
         before, self._synchronise = self._synchronise, False

@@ -114,12 +114,20 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     @classmethod
     def convert(cls, module: nn.Module, group: Group) -> nn.Module:
         """``module`` with every batch normalisation in it replaced by one over ``group``; tensors are shared."""
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
-            new = cls(
-                module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, group=group
-            )
-            new._parameters, new._buffers = module._parameters, module._buffers
-            return new.train(module.training)
-        for name, child in module.named_children():
-            setattr(module, name, cls.convert(child, group))
-        return module
+        replaced: dict[nn.Module, SyncBatchNorm] = {}
+
+        def converted(old: nn.Module) -> nn.Module:
+            if not isinstance(old, nn.modules.batchnorm._BatchNorm) or isinstance(old, cls):
+                return old
+            if old not in replaced:
+                new = cls(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats, group=group)
+                new._parameters, new._buffers = old._parameters, old._buffers
+                replaced[old] = new.train(old.training)
+            return replaced[old]
+
+        for parent in list(module.modules()):
+            # Not named_children(): it leaves out the second name of a module that has two.
+            for name, child in list(parent._modules.items()):
+                if child is not None:
+                    setattr(parent, name, converted(child))
+        return converted(module)

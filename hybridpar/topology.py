@@ -48,7 +48,8 @@ _LAUNCHERS: dict[str, tuple[str, str, str, str]] = {
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     "hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    # SLURM_STEP_* is set by srun only: a batch script has SLURM_PROCID too, but is no rank.
+    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 
 
@@ -63,7 +64,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Topology:
     """
     environ = os.environ if environ is None else environ
     for launcher, names in _LAUNCHERS.items():
-        if names[0] in environ:
+        if names[0] in environ and (launcher != "slurm" or names[1] in environ):
             return _from_variables(launcher, names, environ)
     return Topology(host=socket.gethostname())
 

@@ -45,15 +45,20 @@ def test_slurm_ranks_meet_at_the_first_host_of_the_list(nodes: str, first: str) 
     found = detect(
         {
             "SLURM_PROCID": "4",
-            "SLURM_NTASKS": "6",
+            "SLURM_STEP_NUM_TASKS": "6",
             "SLURM_LOCALID": "1",
-            "SLURM_NTASKS_PER_NODE": "3(x2)",
+            "SLURM_STEP_TASKS_PER_NODE": "3(x2)",
             "SLURM_JOB_ID": "41234",
             "SLURM_STEP_NODELIST": nodes,
         }
     )
     assert (found.rank, found.size, found.local_rank, found.local_size) == (4, 6, 1, 3)
     assert (found.address, found.port) == (first, 21_234)
+
+
+def test_a_batch_script_without_srun_is_no_rank() -> None:
+    found = detect({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"})
+    assert (found.size, found.launcher) == (1, "alone")
 
 
 def test_alone() -> None:

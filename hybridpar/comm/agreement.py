@@ -38,10 +38,10 @@ def raise_together(group: Group, error: Exception | None) -> None:
     failed = [rank for rank, report in enumerate(reports) if report is not None]
     if not failed:
         return
-    kind, text = reports[failed[0]]
+    kind, text, tensor = reports[failed[0]]
     if kind == NonFiniteError.__name__:
         ranks = tuple(rank for rank in failed if reports[rank][0] == kind)
-        raise NonFiniteError("features", ranks, text)
+        raise NonFiniteError(tensor, ranks, text)
     if error is not None and group.rank == failed[0]:
         raise error
     if kind not in _KINDS:
@@ -60,8 +60,8 @@ def check_same_settings(group: Group, what: str, settings: dict[str, Any]) -> No
                 )
 
 
-def _report(error: Exception) -> tuple[str, str]:
+def _report(error: Exception) -> tuple[str, str, str]:
     if isinstance(error, NonFiniteError):
-        return NonFiniteError.__name__, error.detail
+        return NonFiniteError.__name__, error.detail, error.tensor
     known = (kind.__name__ for kind in type(error).__mro__ if _KINDS.get(kind.__name__) is kind)
-    return next(known, type(error).__name__), str(error)
+    return next(known, type(error).__name__), str(error), ""

@@ -159,8 +159,8 @@ def abort_thread_group(group: Group) -> None:
 def init(*, timeout: float = DEFAULT_TIMEOUT) -> Group:
     """The group of all ranks of this job, under torchrun, mpirun or Slurm, or alone.
 
-    Adopts a torch.distributed that is already initialised. Otherwise initialises it, with gloo for CPU tensors and
-    NCCL for CUDA tensors where CUDA is available, and shuts it down when the process ends.
+    Adopts a torch.distributed that is already initialised. Otherwise, under a launcher, initialises it, with gloo for
+    CPU tensors and NCCL for CUDA tensors where CUDA is available, and shuts it down when the process ends.
 
     Args:
         timeout: seconds that one collective may wait for the other ranks before it raises.
@@ -172,7 +172,7 @@ def init(*, timeout: float = DEFAULT_TIMEOUT) -> Group:
     if dist.is_initialized():
         return Group.from_torch(timeout=timeout)
     topology = detect()
-    if topology.size == 1:
+    if topology.launcher == "alone" or (topology.size == 1 and topology.address is None):
         return Group(AloneLane(), topology)
     if topology.address is None or topology.port is None:
         topology = _meet_through_mpi(topology)

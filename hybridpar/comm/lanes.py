@@ -29,6 +29,10 @@ class Lane(ABC):
     rank: int
     size: int
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Lane:
+        """Itself: a copied module works with the same ranks."""
+        return self
+
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
         """Replace ``tensor`` (any shape) by its elementwise sum, maximum or minimum over the ranks."""

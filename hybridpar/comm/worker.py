@@ -31,6 +31,13 @@ class Worker:
         threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True).start()
         self._finalizer = weakref.finalize(self, self._queue.put, None)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Worker:
+        """Itself: a copied module sends on the same thread."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a communication thread cannot be pickled; save state_dict(), or use hybridpar.checkpoint")
+
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Run ``function(*arguments)`` after all that was submitted before, and return at once.
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hybridpar import kernels
 from hybridpar.head.margins import Margin
-from hybridpar.kernels import softmax_reference as kernels
 from hybridpar.partition.layout import Layout
 
 
@@ -109,6 +109,7 @@ class Chunks:
         margin: of the head.
         state: what the margin remembers, as of this step.
         chunk_classes: C; None chooses by cache size.
+        inverse_norms: 1 / max(norm, 1e-12) of each row, where known already; rows of a linear softmax have none.
     """
 
     def __init__(
@@ -119,15 +120,16 @@ class Chunks:
         margin: Margin,
         state: Tensor,
         chunk_classes: int | None,
+        inverse_norms: Tensor | None = None,
     ) -> None:
         self.features, self.weight, self.bias = features_BD, weight, bias
         self.margin, self.state = margin, state
         self.exact = exact_dtype(weight)
         self.size = chunk_classes or default_chunk_classes(len(features_BD), weight.shape[1])
-        self.inverse_norms: Tensor | None = None
-        if margin.normalized:
+        if margin.normalized and inverse_norms is None:
             norms: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=self.exact)
-            self.inverse_norms = norms.clamp_(min=1e-12).reciprocal_()
+            inverse_norms = norms.clamp_(min=1e-12).reciprocal_()
+        self.inverse_norms = inverse_norms
 
     @property
     def spans(self) -> Iterator[tuple[int, int]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import copy
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from hybridpar.comm.agreement import check_same_settings, raise_together, together
 from hybridpar.comm.group import Group
 from hybridpar.comm.worker import Worker
+from hybridpar.head.chunks import exact_dtype
 from hybridpar.head.exchange import BatchExchange, LocalBatch
 from hybridpar.head.initial import initial_rows_
 from hybridpar.head.margins import ArcFace, Margin
@@ -21,7 +23,7 @@ from hybridpar.head.validate import (
     check_labels,
     settings_error,
 )
-from hybridpar.kernels.softmax_reference import unit_rows
+from hybridpar.kernels import unit_rows
 from hybridpar.partition import Layout, Rule, build_layout
 
 
@@ -46,7 +48,8 @@ class ShardedClassifier(nn.Module):
         initial_std: standard deviation of the initial rows.
         backbone_reduction: ``"mean"`` where the backbone's gradients are averaged over ranks, as torch's DDP does.
         chunk_classes: rows worked on at a time; None chooses by cache size.
-        group: the ranks; None means this process alone.
+        group: the ranks; ``hp.Group.alone()`` for this process alone.
+        device: where the rows live.
 
     Attributes:
         weight: Parameter [rows of this rank, D], in the order of ``layout.class_ids(rank)``.
@@ -76,11 +79,11 @@ class ShardedClassifier(nn.Module):
         initial_std: float = 0.01,
         backbone_reduction: Literal["sum", "mean"] = "sum",
         chunk_classes: int | None = None,
-        group: Group | None = None,
+        group: Group,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.group = Group.alone() if group is None else group
+        self.group = group
         self.margin = ArcFace() if margin is None else margin
         self.embedding_size, self.num_classes = embedding_size, num_classes
         self.ignore_index, self.compute_dtype = ignore_index, compute_dtype
@@ -117,12 +120,30 @@ class ShardedClassifier(nn.Module):
         initial_rows_(rows, self.layout.class_ids(rank), seed=seed, std=std)
         self.weight = nn.Parameter(rows.to(device))
         self.bias = nn.Parameter(torch.zeros(len(rows), dtype=dtype, device=device)) if self.margin.has_bias else None
-        for parameter in self.parameters():
-            # Read by DataParallel (not to be reduced) and clip_grad_norm_ (norms to be summed over the ranks).
-            parameter.hybridpar_group = self.group  # type: ignore[attr-defined]
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
-        state = torch.tensor(self.margin.initial_state(), dtype=exact, device=device)
+        state = torch.tensor(self.margin.initial_state(), dtype=exact_dtype(rows), device=device)
         self.register_buffer("margin_state", state)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Parameters know their group, also those that load_state_dict(assign=True) or the user puts in."""
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Parameter):
+            # Read by DataParallel (not to be reduced) and clip_grad_norm_ (norms to be summed over the ranks).
+            value.hybridpar_group = self.group  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedClassifier:
+        """Rows of its own, on the same ranks, communicators and thread."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        nn.Module.__init__(twin)
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for name, parameter in list(twin.named_parameters(recurse=False)):
+            setattr(twin, name, parameter)
+        return twin
+
+    def close(self) -> None:
+        """Free the communicator and its thread. Collective where the library demands it; not while a copy is used."""
+        self._problem.worker.close()
+        self._problem.lane.close()
 
     def extra_repr(self) -> str:
         return (

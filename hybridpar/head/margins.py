@@ -80,6 +80,11 @@ class Margin(ABC):
         return None
 
 
+def _check_radians(name: str, margin: float) -> None:
+    if margin >= math.pi:
+        raise ValueError(f"{name}: expected radians below pi, got {margin}; 0.5 radians are 28.6 degrees")
+
+
 def _sine(cosine: Tensor) -> Tensor:
     return (1 - cosine * cosine).clamp(min=0).sqrt()
 
@@ -146,6 +151,10 @@ class ArcFace(Margin):
 
     margin: float = 0.5
     easy_margin: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_radians("ArcFace.margin", self.margin)
 
     def target(self, cosine_B: Tensor, norms_B: Tensor | None, state: Tensor) -> TargetLogit:
         if not self.easy_margin:
@@ -275,6 +284,7 @@ class CurricularFace(Margin):
         super().__post_init__()
         if self.momentum > 1:
             raise ValueError(f"CurricularFace.momentum is a share: expected at most 1, got {self.momentum}")
+        _check_radians("CurricularFace.margin", self.margin)
 
     def initial_state(self) -> tuple[float, ...]:
         return (0.0,)

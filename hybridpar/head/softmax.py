@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hybridpar import kernels
 from hybridpar.comm.errors import NonFiniteError
 from hybridpar.comm.group import Group
 from hybridpar.comm.lanes import Lane
@@ -38,7 +39,6 @@ from hybridpar.head.chunks import (
     pass_b,
 )
 from hybridpar.head.margins import Margin
-from hybridpar.kernels import softmax_reference as kernels
 from hybridpar.partition.layout import Layout
 
 
@@ -97,12 +97,11 @@ class ShardedSoftmax(torch.autograd.Function):
         chunks = Chunks(features_BD, weight, bias, problem.margin, state, problem.chunk_classes)
         own_cosines = chunks.target_cosines(owned)
         target_B = _targets_needed_first(problem, owned, own_cosines, batch)
-        if batch.training:
-            _advance(problem.margin, state, target_B, batch)
-        chunks.state = state.clone()  # pass B must see this step's, whatever happens before it
+        chunks.state = _next_state(problem.margin, state, target_B, batch)
         targets = chunks.targets(owned, own_cosines, batch.norms_B)
         local = pass_a(chunks, targets, target_B, want_product=batch.wants_gradient)
-        log_sum_exp, target_B = _combine(problem, local, own_cosines, owned)
+        log_sum_exp, target_B = _combine(problem, local, own_cosines, owned, batch.compute_dtype)
+        state.copy_(chunks.state)  # only now: a step that is refused leaves the margin's memory as it was
         loss, weight_B, by_norm_B = _mean_loss(problem.margin, chunks.state, batch, log_sum_exp, target_B)
         ctx.features_future = None
         if batch.wants_gradient:
@@ -110,31 +109,33 @@ class ShardedSoftmax(torch.autograd.Function):
             ctx.features_future = _start_reduce_scatter(problem, gradient_BD, batch.sizes)
         start = sum(batch.sizes[: problem.group.rank])
         ctx.by_norm_b = None if by_norm_B is None else by_norm_B[start : start + len(features_bD)]
-        ctx.save_for_backward(weight, bias)
-        ctx.chunks, ctx.problem = chunks, problem
+        # What is large is saved, so that it is freed with the graph.
+        ctx.save_for_backward(weight, bias, features_BD, chunks.inverse_norms, unit_bD)
+        ctx.problem, ctx.state = problem, chunks.state
         ctx.pass_b_inputs = (targets, target_B, log_sum_exp, (weight_B > 0).to(weight_B.dtype))
         ctx.largest_weight = weight_B.amax() if len(weight_B) else weight_B.new_zeros(())
-        ctx.unit_bD, ctx.norms_b, ctx.features_dtype = unit_bD, norms_b, features_bD.dtype
+        ctx.norms_b, ctx.features_dtype = norms_b, features_bD.dtype
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        grad = grads[0]
-        weight, bias = ctx.saved_tensors  # raises if the rows were changed in place since the forward pass
+        grad, problem = grads[0], ctx.problem
+        # Raises if the rows were changed in place since the forward pass.
+        weight, bias, features_BD, inverse_norms, unit_bD = ctx.saved_tensors
         grad_weight = grad_bias = grad_features = None
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            ctx.chunks.weight, ctx.chunks.bias = weight, bias
-            factor = ctx.largest_weight * grad
+            chunks = Chunks(features_BD, weight, bias, problem.margin, ctx.state, problem.chunk_classes, inverse_norms)
             targets, target_B, log_sum_exp, counts_B = ctx.pass_b_inputs
-            grad_weight, grad_bias = pass_b(ctx.chunks, targets, target_B, log_sum_exp, counts_B, factor)
+            factor = ctx.largest_weight * grad
+            grad_weight, grad_bias = pass_b(chunks, targets, target_B, log_sum_exp, counts_B, factor)
         if ctx.features_future is not None:
-            factor = grad * ctx.problem.feature_factor
+            factor = grad * problem.feature_factor
             grad_features = ctx.features_future.result() * factor
             if ctx.norms_b is not None:
-                kernels.unit_rows_backward_(grad_features, ctx.unit_bD, ctx.norms_b)
+                kernels.unit_rows_backward_(grad_features, unit_bD, ctx.norms_b)
             if ctx.by_norm_b is not None:
-                grad_features += ctx.unit_bD * (ctx.by_norm_b * factor)[:, None]
+                grad_features += unit_bD * (ctx.by_norm_b * factor)[:, None]
             grad_features = grad_features.to(ctx.features_dtype)
         return grad_features, grad_weight, grad_bias, None, None, None
 
@@ -148,11 +149,13 @@ def _targets_needed_first(problem: Problem, owned: Owned, own_cosines: Tensor, b
     return target_B
 
 
-def _advance(margin: Margin, state: Tensor, target_B: Tensor, batch: GlobalBatch) -> None:
-    """The margin's memory moves on before it is used."""
+def _next_state(margin: Margin, state: Tensor, target_B: Tensor, batch: GlobalBatch) -> Tensor:
+    """What the margin remembers from this step on; in evaluation mode, a copy of what it remembers."""
+    if not batch.training:
+        return state.clone()
     valid_B = batch.labels_B >= 0
     norms = None if batch.norms_B is None else batch.norms_B[valid_B]
-    state.copy_(margin.next_state(state, target_B[valid_B] if margin.needs_target_first else None, norms))
+    return margin.next_state(state, target_B[valid_B] if margin.needs_target_first else None, norms).clone()
 
 
 class _Exchanged(NamedTuple):
@@ -160,7 +163,7 @@ class _Exchanged(NamedTuple):
     target_B: Tensor
 
 
-def _combine(problem: Problem, local: PassA, own_cosines: Tensor, owned: Owned) -> _Exchanged:
+def _combine(problem: Problem, local: PassA, own_cosines: Tensor, owned: Owned, products: torch.dtype) -> _Exchanged:
     """The one small exchange: log-sum-exp [B] over all classes and target cosine [B], on every rank the same bits.
 
     Raises:
@@ -172,7 +175,8 @@ def _combine(problem: Problem, local: PassA, own_cosines: Tensor, owned: Owned) 
     everyone = problem.group.all_gather(mine)
     if not bool(everyone.isfinite().all()):
         bad = torch.nonzero(~everyone.isfinite().flatten(1).all(dim=1)).flatten().tolist()
-        raise NonFiniteError("logits", tuple(bad), "the features are finite, so the rows of the head are not")
+        why = f"the features are finite, so rows of the head are not, or products overflow in {products}"
+        raise NonFiniteError("logits", tuple(bad), why)
     maximum_RB, total_RB, target_RB = everyone.unbind(dim=1)
     maximum_B = maximum_RB.amax(dim=0)
     total_B = torch.sum(total_RB * torch.exp(maximum_RB - maximum_B), dim=0)

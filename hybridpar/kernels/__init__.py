@@ -11,5 +11,6 @@ except ImportError as error:
     ) from error
 
 from hybridpar.kernels.packing import pack, unpack
+from hybridpar.kernels.softmax_reference import online_exp_, softmax_, unit_rows, unit_rows_backward_
 
-__all__ = ["pack", "unpack"]
+__all__ = ["online_exp_", "pack", "softmax_", "unit_rows", "unit_rows_backward_", "unpack"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from recipes.insightface.data import (
     load_into_memory,
     load_pair_list,
 )
+from recipes.insightface.verification import FOLDS
 
 
 class Batch(NamedTuple):
@@ -49,6 +51,7 @@ def open_data(config: TrainConfig) -> tuple[IdentityDataset, list[VerificationPa
         raise ValueError("--data.pairs and --data.pairs-root belong together; give both or neither")
     if data.pairs is not None and data.pairs_root is not None:
         sets.append(load_pair_list(data.pairs, data.pairs_root, image_shape=data.image_shape))
+    _check_pairs(sets)
     if not isinstance(dataset, InMemoryDataset) and _decoded_mib(dataset) <= data.cache_mib:
         dataset = load_into_memory(dataset)
     return dataset, sets
@@ -78,6 +81,20 @@ def _open_training_set(config: TrainConfig) -> tuple[IdentityDataset, list[Verif
         seed=config.seed,
     )
     return folders, [pairs]
+
+
+def _check_pairs(sets: list[VerificationPairs]) -> None:
+    """What would fail at the first verification, after hours, fails now."""
+    names = [pairs.name for pairs in sets]
+    for pairs in sets:
+        kinds = int(pairs.same.sum()), int((~pairs.same).sum())
+        if len(pairs) < FOLDS or min(kinds) == 0:
+            raise ValueError(
+                f"{pairs.name}: expected at least {FOLDS} pairs, of both kinds, got {kinds[0]} of the same and "
+                f"{kinds[1]} of different identities"
+            )
+        if names.count(pairs.name) > 1:
+            raise ValueError(f"expected verification sets of different names, got {pairs.name} twice; rename the file")
 
 
 def _decoded_mib(dataset: IdentityDataset) -> float:
@@ -111,6 +128,7 @@ class Batches:
             num_workers=self._data.workers,
             # A forked child would inherit the communicators of its rank.
             multiprocessing_context="spawn" if self._data.workers else None,
+            worker_init_fn=_ignore_signals,
         )
         for position, (images, labels) in zip(positions, loader, strict=True):
             indices, epochs = self.indices(position)
@@ -129,6 +147,12 @@ class Batches:
                 images[chosen], ids[chosen], seed=self._order.seed, epoch=int(epoch), policy=self._data.augment
             )
         return result
+
+
+def _ignore_signals(_: int) -> None:
+    """Launchers signal whole process groups; a rank that checkpoints on SIGTERM needs its workers until it is done."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _IndexBatches:

@@ -33,6 +33,10 @@ class Recognizer:
         """Backward passes inside do not exchange gradients of what is replicated."""
         return self._replicated.no_sync()
 
+    def buffers_kept_on_error(self) -> AbstractContextManager[None]:
+        """A step that raises leaves no trace in batch-norm statistics."""
+        return self._replicated.buffers_kept_on_error()
+
     def share_buffers(self) -> None:
         """Collective: every rank takes rank 0's batch-norm statistics."""
         self._replicated.broadcast_buffers()
@@ -60,7 +64,7 @@ class DataRecognizer(Recognizer):
 
     def __init__(self, backbone: nn.Module, head: hp.ShardedClassifier, group: hp.Group) -> None:
         self.backbone, self.head = backbone, head
-        self._replicated = hp.DataParallel(_Both(backbone, head, group), group=group)
+        self._replicated = hp.DataParallel(_Both(backbone, hp.ReplicatedClassifier(head, group)), group=group)
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = self._replicated(images, labels)
@@ -68,14 +72,13 @@ class DataRecognizer(Recognizer):
 
 
 class _Both(nn.Module):
-    def __init__(self, backbone: nn.Module, head: hp.ShardedClassifier, group: hp.Group) -> None:
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
-        self.backbone, self.head, self._group = backbone, head, group
+        self.backbone, self.head = backbone, head
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The head's mean is over this rank's samples; weighed by their number it is that of the global batch."""
-        mean: Tensor = self.head(self.backbone(images), labels)
-        return hp.global_mean(mean.expand(len(labels)), labels != self.head.ignore_index, group=self._group)
+        loss: Tensor = self.head(self.backbone(images), labels)
+        return loss
 
 
 def build_recognizer(config: TrainConfig, num_classes: int, group: hp.Group, device: torch.device) -> Recognizer:

@@ -11,6 +11,7 @@ command it goes on from its newest checkpoint, on any number of ranks.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import logging
@@ -38,7 +39,8 @@ def main(config: TrainConfig) -> None:
     group = hp.init(timeout=config.timeout)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hybridpar").setLevel(logging.INFO if group.rank == 0 else logging.WARNING)
-    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // group.topology.local_size))
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(config.threads or max(1, cores // group.topology.local_size))
     load_plugins(config.plugins)
     prepare_output(config.run.out, group)
 
@@ -48,20 +50,21 @@ def main(config: TrainConfig) -> None:
     if trainer.chief:
         announce(trainer, len(dataset), resumed)
 
-    metrics = None
-    if trainer.chief:
-        metrics = MetricsWriter(config.run.out, resumed_step=trainer.step, tensorboard=config.run.tensorboard)
-    if trainer.step >= trainer.steps:
-        trainer.evaluate()
-    finished = trainer.train(metrics)
-    if metrics is not None:
-        metrics.close()
-        if finished:
-            report(trainer)
-        else:
-            print(f"stopped at step {trainer.step} of {trainer.steps}; the same command goes on from there")
+    with contextlib.ExitStack() as stack:
+        metrics = None
+        if trainer.chief:
+            writer = MetricsWriter(config.run.out, resumed_step=trainer.step, tensorboard=config.run.tensorboard)
+            metrics = stack.enter_context(writer)
+        if trainer.step >= trainer.steps:
+            trainer.evaluate()
+        finished = trainer.train(metrics)
+    # The other ranks are done: they do not wait while rank 0 draws and exports.
     group.barrier()
     group.close()
+    if trainer.chief and finished:
+        report(trainer)
+    elif trainer.chief:
+        print(f"stopped at step {trainer.step} of {trainer.steps}; the same command goes on from there")
 
 
 def load_plugins(plugins: tuple[str, ...]) -> None:

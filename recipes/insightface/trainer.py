@@ -7,7 +7,7 @@ import itertools
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 import hybridpar as hp
 from recipes.insightface.config import OptimizerConfig, TrainConfig, glyph_options
 from recipes.insightface.data import IdentityDataset, VerificationPairs
-from recipes.insightface.inputs import Batches
+from recipes.insightface.inputs import Batch, Batches
 from recipes.insightface.metrics import MetricsWriter
 from recipes.insightface.progress import Progress
 from recipes.insightface.recognizer import build_recognizer
@@ -42,6 +42,13 @@ class Trainer:
         self, config: TrainConfig, dataset: IdentityDataset, pairs: list[VerificationPairs], group: hp.Group
     ) -> None:
         self.config, self.pairs, self.group = config, pairs, group
+        least = config.batch // config.accumulate // group.size
+        if least < 2 and not config.model.sync_batch_norm:
+            raise ValueError(
+                f"expected at least 2 samples a rank and pass for batch normalisation, got {least} from --batch "
+                f"{config.batch}, --accumulate {config.accumulate} and {group.size} ranks; "
+                "raise --batch, or give --model.sync-batch-norm"
+            )
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
@@ -73,6 +80,8 @@ class Trainer:
                 f"{self.checkpoints}: expected no checkpoints with --run.resume never, got some; "
                 "choose another --run.out, or --run.resume auto to go on from the newest"
             )
+        # What the command line says of the optimizer counts, not what it said when the checkpoint was written.
+        options = [{k: v for k, v in each.items() if k != "params"} for each in self.optimizer.param_groups]
         found = hp.checkpoint.load(
             self.checkpoints,
             model=self.recognizer.backbone,
@@ -80,14 +89,30 @@ class Trainer:
             optimizer=self.optimizer,
             group=self.group,
         )
-        position, samples = found.extra["data"]["position"], found.extra["data"]["num_samples"]
-        if samples != self.order.num_samples or position % self.config.batch:
+        for each, mine in zip(self.optimizer.param_groups, options, strict=True):
+            each.update(mine)
+        saved, present = found.extra["data"], self._data_description()
+        for name in ("kind", "num_samples", "seed"):
+            if saved[name] != present[name]:
+                raise ValueError(
+                    f"{found.path} was trained with data {name} {saved[name]}, this run has {present[name]}: its place "
+                    "in the order of samples means nothing here; use the same, or another --run.out"
+                )
+        if saved["position"] % self.config.batch:
             raise ValueError(
-                f"{found.path} stands at sample {position} of a set of {samples}; expected the same set and a batch "
-                f"that divides it, got a set of {self.order.num_samples} and --batch {self.config.batch}"
+                f"{found.path} stands at sample {saved['position']}: expected a --batch that divides it, "
+                f"got {self.config.batch}"
             )
-        self.step = position // self.config.batch
+        self.step = saved["position"] // self.config.batch
         return found
+
+    def _data_description(self) -> dict[str, Any]:
+        return {
+            "kind": self.config.data.kind,
+            "num_samples": self.order.num_samples,
+            "seed": self.order.seed,
+            "position": self.step * self.config.batch,
+        }
 
     def train(self, metrics: MetricsWriter | None) -> bool:
         """Steps until the end, or until SIGTERM on any rank. Returns whether the end was reached.
@@ -101,7 +126,7 @@ class Trainer:
         visible = self.chief and not run.quiet
         with Progress(self.steps, done=self.step, visible=visible) as progress, self._sigterm_asks_to_stop():
             while self.step < self.steps:
-                values = self._one_step([next(batches) for _ in range(config.accumulate)])
+                values = self._one_step(itertools.islice(batches, config.accumulate))
                 self.step, done = self.step + 1, done + 1
                 last = self.step == self.steps
                 if self.step % run.log_every == 0 or last:
@@ -111,26 +136,23 @@ class Trainer:
                         metrics.write(self.step, values)
                     clock, done = time.perf_counter(), 0
                 progress.advance(loss=f"{values['loss']:.3f}")
-                if self.step % run.evaluate_every == 0 or last:
-                    paused = time.perf_counter()
-                    for name, accuracy in self.evaluate(metrics).items():
-                        progress.note(f"step {self.step}: accuracy on {name} {accuracy:.4f}")
-                    clock += time.perf_counter() - paused
+                paused = time.perf_counter()
                 stop = self._anyone_asked_to_stop()
                 if self.step % run.checkpoint_every == 0 or last or stop:
-                    paused = time.perf_counter()
-                    path = self.save()
-                    progress.note(f"step {self.step}: checkpoint {path}")
-                    clock += time.perf_counter() - paused
-                if stop:
-                    return last
+                    progress.note(f"step {self.step}: checkpoint {self.save()}")
+                if stop and not last:
+                    return False
+                if self.step % run.evaluate_every == 0 or last:
+                    for name, accuracy in self.evaluate(metrics).items():
+                        progress.note(f"step {self.step}: accuracy on {name} {accuracy:.4f}")
+                clock += time.perf_counter() - paused
         return True
 
     @property
     def _epoch(self) -> float:
         return self.step * self.config.batch / self.order.num_samples
 
-    def _one_step(self, micro_batches: list[Any]) -> dict[str, float]:
+    def _one_step(self, micro_batches: Iterable[Batch]) -> dict[str, float]:
         """One optimizer step. A step with a non-finite value on any rank is skipped by all of them."""
         rate = learning_rate(self.config.optimizer, self.step, self.steps)
         for parameters in self.optimizer.param_groups:
@@ -138,8 +160,9 @@ class Trainer:
         self.optimizer.zero_grad()
         clip = self.config.optimizer.clip or math.inf
         try:
-            loss = self._backward(micro_batches)
-            norm = hp.clip_grad_norm_(self.recognizer.named_parameters(), clip, error_if_nonfinite=True)
+            with self.recognizer.buffers_kept_on_error():
+                loss = self._backward(micro_batches)
+                norm = hp.clip_grad_norm_(self.recognizer.named_parameters(), clip, error_if_nonfinite=True)
         except hp.NonFiniteError as error:
             self._skipped += 1
             if self._skipped >= _MOST_SKIPPED:
@@ -151,16 +174,17 @@ class Trainer:
         self.optimizer.step()
         return {"loss": float(loss), "learning_rate": rate, "gradient_norm": float(norm)}
 
-    def _backward(self, micro_batches: list[Any]) -> Tensor:
-        total = torch.zeros((), device=self.device)
+    def _backward(self, micro_batches: Iterable[Batch]) -> Tensor:
+        """Gradients of the mean over the micro-batches, summed over the ranks at the last one. Returns that mean."""
+        total, count = torch.zeros((), device=self.device), self.config.accumulate
         bfloat16 = self.config.precision == "bfloat16"
         for number, batch in enumerate(micro_batches, 1):
-            synchronised = contextlib.nullcontext() if number == len(micro_batches) else self.recognizer.no_sync()
+            synchronised = contextlib.nullcontext() if number == count else self.recognizer.no_sync()
             with synchronised:
                 with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bfloat16):
                     loss = self.recognizer.loss(self._on_device(batch.images), batch.labels.to(self.device))
-                (loss / len(micro_batches)).backward()
-            total += loss.detach() / len(micro_batches)
+                (loss / count).backward()
+            total += loss.detach() / count
         return total
 
     def _on_device(self, images: Tensor) -> Tensor:
@@ -170,12 +194,11 @@ class Trainer:
     def evaluate(self, metrics: MetricsWriter | None = None) -> dict[str, float]:
         """Verify on every set of pairs, the ranks sharing the images. Returns accuracies, on rank 0 only."""
         self.recognizer.share_buffers()
-        accuracies = {}
-        for pairs in self.pairs:
-            embeddings = self._embed_together(pairs.images)
-            if self.chief:
-                self.results[pairs.name] = verify(embeddings, pairs)
-                accuracies[pairs.name] = self.results[pairs.name].accuracy
+        embeddings = [self._embed_together(pairs.images) for pairs in self.pairs]
+        if self.chief:
+            verified = (verify(each, pairs) for each, pairs in zip(embeddings, self.pairs, strict=True))
+            self.results = {result.name: result for result in verified}
+        accuracies = {name: result.accuracy for name, result in self.results.items()}
         if metrics is not None and accuracies:
             metrics.write(self.step, {f"accuracy/{name}": value for name, value in accuracies.items()})
         return accuracies
@@ -183,9 +206,11 @@ class Trainer:
     def _embed_together(self, images: Tensor) -> Tensor:
         bounds = [len(images) * rank // self.group.size for rank in range(self.group.size + 1)]
         mine = images[bounds[self.group.rank] : bounds[self.group.rank + 1]]
-        flip, size = self.config.data.flip, self.config.model.embedding_size
-        local = (
-            embed(self.recognizer.backbone, mine, flip=flip, device=self.device) if len(mine) else torch.zeros(0, size)
+        flip, width = self.config.data.flip, self.config.model.embedding_size
+        backbone = self.recognizer.backbone
+        local = hp.together(
+            self.group,
+            lambda: embed(backbone, mine, flip=flip, device=self.device) if len(mine) else torch.zeros(0, width),
         )
         sizes = [after - before for before, after in itertools.pairwise(bounds)]
         return self.group.all_gather(local, sizes)
@@ -217,7 +242,7 @@ class Trainer:
                 "flip": config.data.flip,
                 "glyphs": glyph_options(config) if config.data.kind == "glyphs" else None,
             },
-            "data": {"position": self.step * config.batch, "num_samples": self.order.num_samples},
+            "data": self._data_description(),
             "config": _jsonable(asdict(config)),
         }
 

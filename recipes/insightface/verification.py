@@ -24,6 +24,9 @@ Booleans = npt.NDArray[np.bool_]
 FALSE_ACCEPT_RATES = (1e-1, 1e-2, 1e-3, 1e-4)
 """The false accept rates at which the true accept rate is reported."""
 
+FOLDS = 10
+"""Folds over which the accuracy is averaged."""
+
 # Elements compared at a time: raw pixels of large images would not fit twice as float32.
 _CHUNK_ELEMENTS = 2**22
 
@@ -154,7 +157,7 @@ def best_threshold(scores: Floats, same: Booleans) -> tuple[float, float]:
     return float(edges[best]), float(right[best] / len(scores))
 
 
-def verify(embeddings: Tensor, pairs: VerificationPairs, *, folds: int = 10) -> VerificationResult:
+def verify(embeddings: Tensor, pairs: VerificationPairs, *, folds: int = FOLDS) -> VerificationResult:
     """Judge embeddings [M, D] (any length; only angles count) of ``pairs.images`` on the pairs.
 
     Folds are consecutive stretches of the pairs in their given order, as the sets of the field are laid out; the
@@ -192,7 +195,7 @@ def verify(embeddings: Tensor, pairs: VerificationPairs, *, folds: int = 10) -> 
     )
 
 
-def raw_pixel_result(pairs: VerificationPairs, *, folds: int = 10) -> VerificationResult:
+def raw_pixel_result(pairs: VerificationPairs, *, folds: int = FOLDS) -> VerificationResult:
     """The result with the pixels 0..255 themselves as the embedding: the floor that a model must leave behind."""
     return verify(pairs.images.flatten(1), pairs, folds=folds)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from safetensors.torch import load_file
 
 from recipes.insightface import evaluate, train, trainer
 from recipes.insightface.config import PRESETS, DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from recipes.insightface.data import write_bin
+from recipes.insightface.data.decode import encode_png
 from recipes.insightface.trained import load_backbone
 
 
@@ -85,8 +88,52 @@ def test_resuming_with_another_architecture_or_class_count_names_both(tmp_path: 
     with pytest.raises(ValueError, match="num_classes is 20 in the checkpoint and 40 in the head"):
         train.main(_config(tmp_path, data=more, steps=4))
     fewer = DataConfig(kind="synthetic", identities=20, images_per_identity=2, image_size=16, channels=1)
-    with pytest.raises(ValueError, match=r"a set of 80; expected the same set.* got a set of 40"):
+    with pytest.raises(ValueError, match="num_samples 80, this run has 40"):
         train.main(_config(tmp_path, data=fewer, steps=4))
+
+
+def test_resuming_with_another_seed_is_refused_and_with_other_optimizer_options_obeyed(tmp_path: Path) -> None:
+    train.main(_config(tmp_path))
+    with pytest.raises(ValueError, match="data seed 0, this run has 1"):
+        train.main(_config(tmp_path, seed=1, steps=4))
+    train.main(_config(tmp_path, optimizer=OptimizerConfig(learning_rate=0.01, weight_decay=0.25), steps=4))
+    manifest = json.loads((tmp_path / "checkpoints" / "step-00000004" / "manifest.json").read_text())
+    (group,) = manifest["optimizers"]["optimizer"]["groups"]
+    assert group["options"]["weight_decay"] == 0.25
+
+
+def test_pairs_that_no_verification_can_use_are_refused_at_the_start(tmp_path: Path) -> None:
+    images = [encode_png(np.full((1, 16, 16), value, dtype=np.uint8)) for value in range(24)]
+    data = DataConfig(kind="synthetic", image_size=16, channels=1, bins=(tmp_path / "few.bin",))
+    write_bin(tmp_path / "few.bin", images[:8], [True, False] * 2)
+    with pytest.raises(ValueError, match=r"few: expected at least 10 pairs, of both kinds, got 2 .* and 2"):
+        train.main(_config(tmp_path / "out", data=data))
+    write_bin(tmp_path / "few.bin", images, [True] * 12)
+    with pytest.raises(ValueError, match=r"got 12 of the same and 0 of different"):
+        train.main(_config(tmp_path / "out", data=data))
+    write_bin(tmp_path / "few.bin", images, [True, False] * 6)
+    twice = dataclasses.replace(data, bins=(tmp_path / "few.bin", tmp_path / "few.bin"))
+    with pytest.raises(ValueError, match="got few twice"):
+        train.main(_config(tmp_path / "out", data=twice))
+
+
+def test_accumulated_micro_batches_give_the_step_of_the_whole_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a backbone that has no batch norm, for the statistics of a micro-batch are its own."""
+
+    def linear(name: str, *, image_shape: tuple[int, int, int], embedding_size: int) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(math.prod(image_shape), embedding_size))
+
+    monkeypatch.setattr("recipes.insightface.recognizer.build_model", linear)
+    curves = []
+    for accumulate in (1, 3):
+        out = tmp_path / str(accumulate)
+        model = ModelConfig(name="linear", embedding_size=8, channels_last=False)
+        train.main(_config(out, model=model, batch=12, accumulate=accumulate, steps=5))
+        curves.append([json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()])
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+    assert curves[0][-1] < curves[0][0]
 
 
 def test_a_half_written_checkpoint_is_passed_over_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +157,7 @@ def test_never_resume_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
         train.main(_config(tmp_path, run=run))
 
 
-def test_more_ranks_than_classes_and_unknown_names_are_refused(tmp_path: Path) -> None:
+def test_unknown_names_and_impossible_batches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="margin arcface has the options"):
         train.main(_config(tmp_path, head=dataclasses.replace(TrainConfig().head, margin_options={"m": 1.0})))
     with pytest.raises(ValueError, match=r"even.*striped"):
@@ -119,6 +166,8 @@ def test_more_ranks_than_classes_and_unknown_names_are_refused(tmp_path: Path) -
         train.main(_config(tmp_path, plugins=("missing.py",)))
     with pytest.raises(ValueError, match="accumulate divides"):
         _config(tmp_path, batch=8, accumulate=3)
+    with pytest.raises(ValueError, match="at least 2 samples a rank and pass"):
+        train.main(_config(tmp_path, batch=8, accumulate=8))
 
 
 def test_steps_with_non_finite_features_are_skipped_and_ten_in_a_row_end_the_run(
@@ -137,6 +186,8 @@ def test_steps_with_non_finite_features_are_skipped_and_ten_in_a_row_end_the_run
     assert "step 2 is skipped: features must be finite" in capsys.readouterr().out
     records = [json.loads(line) for line in (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()]
     assert [record["loss"] is None for record in records] == [False, True, False, False]
+    saved = load_file(tmp_path / "one" / "checkpoints" / "step-00000004" / "model.safetensors")
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in saved.values()), "batch norm took the bad batch in"
     calls.clear()
     bad = set(range(1, 100))
     with pytest.raises(ArithmeticError, match="features must be finite"):
