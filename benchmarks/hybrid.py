@@ -5,7 +5,7 @@
 Cases, all with the same rows, inputs, labels, ArcFace loss and SGD with momentum:
 
 hybrid        hp.ShardedClassifier over all ranks, the backbone under hp.DataParallel
-data          the same head whole on every rank, backbone and head under hp.DataParallel
+data          the same head whole on every rank (hp.ReplicatedClassifier), with the backbone under hp.DataParallel
 dense logits  the usual model-parallel head (peers/dense_logits.py): rows cut by class, all logits in memory, autograd
 torch DDP     the head whole on every rank (peers/whole_head.py), under torch's DistributedDataParallel
 
@@ -78,16 +78,16 @@ class Model:
     after_backward: Callable[[], None] = lambda: None
 
 
-class WholeHead(nn.Module):
-    """Backbone and all classes on one rank: the mean over the global batch."""
+class BackboneAndHead(nn.Module):
+    """Inputs and labels to loss."""
 
-    def __init__(self, backbone: nn.Module, head: hp.ShardedClassifier, group: hp.Group) -> None:
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
-        self.backbone, self.head, self._group = backbone, head, group
+        self.backbone, self.head = backbone, head
 
     def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        mean: Tensor = self.head(self.backbone(inputs), labels)
-        return hp.global_mean(mean.expand(len(labels)), group=self._group)
+        loss: Tensor = self.head(self.backbone(inputs), labels)
+        return loss
 
 
 def hybrid(work: Work, backbone: nn.Module) -> Model:
@@ -99,8 +99,9 @@ def hybrid(work: Work, backbone: nn.Module) -> Model:
 
 def data(work: Work, backbone: nn.Module) -> Model:
     group = hp.init()
-    head = hp.ShardedClassifier(work.embedding, work.classes, initial_std=work.std)
-    return Model(hp.DataParallel(WholeHead(backbone, head, group), group=group), [*backbone.parameters(), head.weight])
+    head = hp.ShardedClassifier(work.embedding, work.classes, initial_std=work.std, group=hp.Group.alone())
+    both = BackboneAndHead(backbone, hp.ReplicatedClassifier(head, group))
+    return Model(hp.DataParallel(both, group=group), list(both.parameters()))
 
 
 def dense_logits(work: Work, backbone: nn.Module) -> Model:
