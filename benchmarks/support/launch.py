@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
@@ -35,19 +34,18 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        # A session of its own, so that the ranks can be stopped together with their launcher.
         with subprocess.Popen(
             [*launcher, str(script), *arguments, "--result", str(result)],
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
         ) as process:
             try:
                 output, _ = process.communicate(timeout=timeout)
             except BaseException as error:
-                os.killpg(process.pid, signal.SIGKILL)
+                process.terminate()  # the launcher then ends the ranks, which are in sessions of their own
+                process.communicate()
                 if isinstance(error, subprocess.TimeoutExpired):
                     raise CaseError(f"too slow: stopped after {timeout:g} s") from error
                 raise
