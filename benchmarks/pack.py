@@ -1,6 +1,6 @@
 """pack and unpack against plain PyTorch doing the same work, and against the memory's own speed. One thread.
 
-    python benchmarks/pack.py [--json] [--repeats 15]
+    python benchmarks/pack.py [--json FILE] [--repeats 15]
 
 Columns: ours; `copy`, torch._foreach_copy_ into views of the bucket made beforehand (no scale, no check); `same work`,
 that copy, a scale and a count of non-finite values; the ratio of `same work` to ours; the floor, the time that a plain
@@ -10,13 +10,13 @@ contiguous copy of as many bytes takes here. Milliseconds, median of the repeats
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
-from support.report import table
+from support.report import table, write_json
 
 from hybridpar.kernels import pack, unpack
 
@@ -115,7 +115,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, besides the table")
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -125,7 +125,9 @@ def main() -> None:
         for wire in WIRES
         for row in measure(name, shapes, layout, wire, options.repeats)
     ]
-    print(json.dumps(rows, indent=1) if options.json else table(rows, text_columns=3))
+    print(table(rows, text_columns=3))
+    if options.json:
+        write_json(options.json, rows)
 
 
 if __name__ == "__main__":
