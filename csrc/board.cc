@@ -184,13 +184,15 @@ void Board::await_slowly(std::size_t peer, std::uint32_t step) {
     }
 }
 
+bool Board::is_gone(std::size_t peer) const {
+    if (processes_[peer].id == creator_) return false;
+    const std::int64_t start = process_start(processes_[peer].id);
+    return start == 0 || (start > 0 && processes_[peer].start > 0 && start != processes_[peer].start);
+}
+
 void Board::check_alive() {
-    for (std::size_t peer = 0; peer < size(); ++peer) {
-        if (processes_[peer].id == creator_) continue;
-        const std::int64_t start = process_start(processes_[peer].id);
-        if (start == 0 || (start > 0 && processes_[peer].start > 0 && start != processes_[peer].start))
-            fail(Loss::gone, peer);
-    }
+    for (std::size_t peer = 0; peer < size(); ++peer)
+        if (is_gone(peer)) fail(Loss::gone, peer);
 }
 
 std::size_t Board::first_disagreeing() const {

@@ -87,6 +87,7 @@ class Board {
 
     void await(std::size_t peer, std::uint32_t step);
     void await_slowly(std::size_t peer, std::uint32_t step);
+    bool is_gone(std::size_t peer) const;
     void check_alive();
     void throw_if_aborted() const;
     void note_loss(Loss loss, std::size_t culprit);
