@@ -12,8 +12,8 @@ mpich        Allreduce in place through mpi4py (the MPI that mpi4py was installe
 Every size is reduced in turns by the ways that share processes, `--rounds` rounds of fresh processes for everything.
 Columns: microseconds from the moment when all ranks are ready until the last rank has the result, median over all calls
 of all rounds; gigabytes a second, the bytes of one rank's tensor over that time; how many times as long each peer takes
-as ours and as ours bucket. `floor` is the same columns for a plain copy of as many bytes by every rank at the same time:
-no all-reduce can read and write less. bfloat16 is measured at 64 MB. MPI has no bfloat16.
+as ours and as ours bucket. `floor` is the same for a plain copy of as many bytes by every rank at the same time: no
+all-reduce can read and write less. bfloat16 is measured at 64 MB. MPI has no bfloat16.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def calls_of(group: hp.Group, dtype: torch.dtype, size: int) -> dict[str, Callab
     """The ways that share processes, each on a tensor of its own of ``size`` bytes."""
     count = size // dtype.itemsize
     lane = group._lane
-    ordinary, other = torch.ones(count, dtype=dtype), torch.ones(count, dtype=dtype)
-    bucket = lane.allocate(count, dtype, ordinary.device).fill_(1)
+    ordinary, other = torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)
+    bucket = lane.allocate(count, dtype, ordinary.device).fill_(0)
     target = torch.empty_like(ordinary)
     return {
         "ours": lambda: group.all_reduce(ordinary),
@@ -75,7 +75,7 @@ def calls_of(group: hp.Group, dtype: torch.dtype, size: int) -> dict[str, Callab
 
 
 def run_as_rank(options: argparse.Namespace) -> None:
-    """Ours and gloo. Values stay finite: zeros after the first time."""
+    """Ours and gloo. The values are zeros, so that they stay finite."""
     torch.set_num_threads(1)
     group = hp.init()
     found: dict[str, Times] = {}
@@ -209,12 +209,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    options = parse()
-    if options.rank:
-        return run_as_rank(options)
-    if options.mpi_rank:
-        return run_as_mpi_rank(options)
+def compare(options: argparse.Namespace) -> None:
     everything = {}
     for ranks in options.ranks:
         found = measure(options, ranks)
@@ -223,6 +218,16 @@ def main() -> None:
         print()
         if options.json:
             write_json(options.json, everything)
+
+
+def main() -> None:
+    options = parse()
+    if options.rank:
+        run_as_rank(options)
+    elif options.mpi_rank:
+        run_as_mpi_rank(options)
+    else:
+        compare(options)
 
 
 if __name__ == "__main__":

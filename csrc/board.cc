@@ -243,7 +243,12 @@ std::string Board::reason(Loss loss, std::size_t culprit) const {
     std::ostringstream text;
     switch (loss) {
     case Loss::aborted: text << "another rank left: " << name(culprit) << " gave up"; break;
-    case Loss::gone: text << name(culprit) << " is gone"; break;
+    case Loss::gone:
+        text << name(culprit) << " is gone";
+        // One of them may have ended because of another.
+        for (std::size_t peer = 0; peer < size(); ++peer)
+            if (peer != culprit && is_gone(peer)) text << "; " << name(peer) << " too";
+        break;
     case Loss::left: text << name(culprit) << " has closed its lane"; break;
     case Loss::late: text << name(culprit) << " did not come within " << timeout_ << " s"; break;
     case Loss::disagreed: text << name(culprit) << " found that the ranks do different things; see its error"; break;
