@@ -121,11 +121,18 @@ Board::Board(std::byte *memory, std::size_t rank, std::vector<Process> processes
     spins_ = size() <= std::thread::hardware_concurrency() ? 1000 : 20;
 }
 
-void Board::announce(const Announcement &announcement) {
-    if (leaving_.load()) throw Failure("this rank has closed the lane");
-    if (getpid() != creator_)
+bool Board::is_own_process() const {
+    return getpid() == creator_;
+}
+
+void Board::check_process() const {
+    if (!is_own_process())
         throw Failure("process " + std::to_string(getpid()) + " is a fork of the rank, process " +
                       std::to_string(creator_) + ", and has no part in its lanes; start it by spawn");
+}
+
+void Board::announce(const Announcement &announcement) {
+    if (leaving_.load()) throw Failure("this rank has closed the lane");
     throw_if_aborted();
     ++collective_;
     states_[rank_].announcements[collective_ & 1] = announcement;
@@ -211,7 +218,7 @@ void Board::disagree(const std::string &reason) {
 }
 
 void Board::abort() {
-    if (!leaving_.load()) note_loss(Loss::aborted, rank_);
+    if (is_own_process() && !leaving_.load()) note_loss(Loss::aborted, rank_);
 }
 
 void Board::leave() {

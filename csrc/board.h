@@ -61,7 +61,11 @@ class Board {
         return step_;
     }
 
-    // Begins a collective. Throws if an earlier one failed, or in a forked child.
+    // False in a forked child, which shares the memory but is not the rank.
+    bool is_own_process() const;
+    // Throws if it is not.
+    void check_process() const;
+    // Begins a collective. Throws if an earlier one failed.
     void announce(const Announcement &announcement);
     // One more step is done: what was written before is visible to whoever awaits the step.
     void publish();

@@ -90,6 +90,11 @@ std::byte *Communicator::result_slot(std::size_t rank, std::uint64_t chunk) cons
     return results_ + (rank * kSlots + chunk % kSlots) * slice_bytes_;
 }
 
+std::unique_lock<std::mutex> Communicator::enter() {
+    board_.check_process();
+    return std::unique_lock<std::mutex>(mutex_);
+}
+
 void Communicator::begin(Kind kind, std::int64_t count, DType dtype, Reduction reduction, std::size_t root,
                          std::uint64_t place) {
     const auto what = static_cast<std::uint64_t>(kind) | static_cast<std::uint64_t>(dtype) << 8 |
@@ -141,13 +146,13 @@ void Communicator::exchange(std::int64_t chunks, Fill fill, Drain drain) {
 }
 
 void Communicator::barrier() {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = enter();
     begin(Kind::barrier, 0, DType::uint8, Reduction::sum, 0, 0);
     exchange(1, [](std::int64_t, std::byte *) {}, [](std::int64_t, std::uint64_t) {});
 }
 
 void Communicator::all_reduce(void *data, std::int64_t count, DType dtype, Reduction reduction) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = enter();
     auto *bytes = static_cast<std::byte *>(data);
     const std::int64_t total = count * static_cast<std::int64_t>(item_size(dtype));
     Buckets buckets{};
@@ -253,7 +258,7 @@ void Communicator::reduce_in_place(std::byte *first, std::size_t stride, std::in
 
 void Communicator::all_gather(const std::vector<void *> &outputs, const std::vector<std::int64_t> &bytes,
                               const void *input) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = enter();
     const std::size_t rank = board_.rank(), size = board_.size();
     check(outputs.size() == size && bytes.size() == size, "expected one output for each of ", size, " ranks, got ",
           outputs.size());
@@ -281,7 +286,7 @@ void Communicator::all_gather(const std::vector<void *> &outputs, const std::vec
 
 void Communicator::reduce_scatter(void *output, const std::vector<const void *> &inputs,
                                   const std::vector<std::int64_t> &counts, DType dtype) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = enter();
     const std::size_t item = item_size(dtype), rank = board_.rank(), size = board_.size();
     check(inputs.size() == size && counts.size() == size, "expected one input for each of ", size, " ranks, got ",
           inputs.size());
@@ -311,7 +316,7 @@ void Communicator::reduce_scatter(void *output, const std::vector<const void *> 
 }
 
 void Communicator::broadcast(void *data, std::int64_t bytes, std::size_t root) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto lock = enter();
     check(root < board_.size(), "expected a root below ", board_.size(), ", got ", root);
     begin(Kind::broadcast, bytes, DType::uint8, Reduction::sum, root, 0);
     const bool sends = board_.rank() == root;
@@ -351,6 +356,7 @@ const std::byte *Communicator::find_buckets(const std::byte *data, std::int64_t 
 }
 
 void Communicator::leave() {
+    if (!board_.is_own_process()) return;
     board_.leave();
     const std::lock_guard<std::mutex> lock(mutex_);
 }

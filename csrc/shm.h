@@ -56,6 +56,8 @@ class Communicator {
     };
     enum class Kind : std::uint8_t { barrier, all_reduce, all_gather, reduce_scatter, broadcast };
 
+    // One call at a time; none in a forked child, where the mutex may stay locked for ever.
+    std::unique_lock<std::mutex> enter();
     void begin(Kind kind, std::int64_t count, DType dtype, Reduction reduction, std::size_t root, std::uint64_t place);
     void check_agreement();
     std::string describe(const Announcement &announcement) const;
@@ -79,7 +81,7 @@ class Communicator {
     std::mutex buckets_mutex_;
     std::vector<const void *> sources_;
     std::vector<void *> targets_;
-    std::mutex mutex_; // one call at a time
+    std::mutex mutex_;
 };
 
 // Memory that a communicator of that many ranks needs.

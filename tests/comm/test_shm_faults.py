@@ -239,7 +239,7 @@ def test_a_rank_that_has_closed_its_lane_is_named() -> None:
     assert "rank 0" in (text := run_shared_threads(2, work)[1]) and "has closed its lane" in text
 
 
-def test_a_forked_child_is_refused() -> None:
+def test_a_forked_child_is_refused_and_its_end_does_no_harm() -> None:
     def work(lane: Lane) -> int:
         lane.barrier()
         status = 0
@@ -249,6 +249,7 @@ def test_a_forked_child_is_refused() -> None:
                 try:
                     lane.barrier()
                 except hp.CommunicationError as error:
+                    lane.close()
                     os._exit(17 if "is a fork of the rank" in str(error) else 1)
                 os._exit(2)
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
