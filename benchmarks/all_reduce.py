@@ -12,8 +12,8 @@ mpich        Allreduce in place through mpi4py (the MPI that mpi4py was installe
 Every size is reduced in turns by the ways that share processes, `--rounds` rounds of fresh processes for everything.
 Columns: microseconds from the moment when all ranks are ready until the last rank has the result, median over all calls
 of all rounds; gigabytes a second, the bytes of one rank's tensor over that time; how many times as long each peer takes
-as ours and as ours bucket. `floor` is the same for a plain copy of as many bytes by every rank at the same time: no
-all-reduce can read and write less. bfloat16 is measured at 64 MB. MPI has no bfloat16.
+as ours and as ours bucket. `floor` is the same for every rank reading and writing an ordinary tensor once, in place, at
+the same time: no all-reduce can do less. bfloat16 is measured at 64 MB. MPI has no bfloat16.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def calls_of(group: hp.Group, dtype: torch.dtype, size: int) -> dict[str, Callab
     lane = group._lane
     ordinary, other = torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)
     bucket = lane.allocate(count, dtype, ordinary.device).fill_(0)
-    target = torch.empty_like(ordinary)
+    target = torch.zeros_like(ordinary)
     return {
         "ours": lambda: group.all_reduce(ordinary),
         "ours bucket": lambda: group.all_reduce(bucket),
         "gloo": lambda: dist.all_reduce(other),
-        "floor": lambda: target.copy_(ordinary),
+        "floor": lambda: target.neg_(),
     }
 
 

@@ -40,7 +40,7 @@ using Clock = std::chrono::steady_clock;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "ranks in other processes see no lock of ours");
 
-constexpr int kYields = 40;
+constexpr int kYields = 300;
 constexpr auto kLongestSleep = std::chrono::milliseconds(20);
 constexpr auto kBetweenChecks = std::chrono::milliseconds(100);
 
@@ -118,7 +118,7 @@ Board::Board(std::byte *memory, std::size_t rank, std::vector<Process> processes
     static_assert(sizeof(State) == 128 && sizeof(Shared) == 128);
     check(rank_ < size(), "expected a rank below ", size(), ", got ", rank_);
     // Spinning helps only while the rank that is waited for has a core of its own.
-    spins_ = size() <= std::thread::hardware_concurrency() ? 1000 : 20;
+    spins_ = size() <= std::thread::hardware_concurrency() ? 1000 : 10;
 }
 
 bool Board::is_own_process() const {

@@ -122,6 +122,27 @@ constexpr std::array<std::array<Reduce, kReducedDTypes>, kReductions> kReduce = 
 
 } // namespace
 
+HYBRIDPAR_CLONES void copy_shared(void *target, const void *source, std::size_t bytes) {
+    constexpr std::size_t step = 256;
+    auto *to = static_cast<unsigned char *>(target);
+    const auto *from = static_cast<const unsigned char *>(source);
+    std::size_t done = 0;
+#if defined(__GNUC__)
+    typedef std::uint64_t Vector __attribute__((vector_size(64), aligned(1), may_alias));
+    for (; done + step <= bytes; done += step) {
+        const auto *in = reinterpret_cast<const Vector *>(from + done);
+        auto *out = reinterpret_cast<Vector *>(to + done);
+        const Vector a = in[0], b = in[1], c = in[2], d = in[3];
+        out[0] = a;
+        out[1] = b;
+        out[2] = c;
+        out[3] = d;
+        __asm__ __volatile__("" ::: "memory"); // or the compiler calls memcpy after all
+    }
+#endif
+    std::memcpy(to + done, from + done, bytes - done);
+}
+
 void reduce(const void *const *sources, std::size_t source_count, void *const *targets, std::size_t target_count,
             std::int64_t count, DType dtype, Reduction reduction) {
     kReduce[static_cast<std::size_t>(reduction)][static_cast<std::size_t>(dtype)](sources, source_count, targets,

@@ -19,4 +19,8 @@ inline constexpr std::uint8_t kReductions = 3;
 void reduce(const void *const *sources, std::size_t source_count, void *const *targets, std::size_t target_count,
             std::int64_t count, DType dtype, Reduction reduction);
 
+// memcpy for memory that another core has just written. Library versions that use string instructions wait for
+// every line there; plain loads let the core fetch ahead.
+void copy_shared(void *target, const void *source, std::size_t bytes);
+
 } // namespace hybridpar

@@ -26,7 +26,7 @@ namespace {
 constexpr std::uint64_t kSlots = 4;
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kPage = 4096;
-// Up to this size one round in which every rank sums everything beats two rounds of slices.
+// Up to this size one round in which every rank sums everything beats two rounds of slices, whoever takes part.
 constexpr std::int64_t kSmallBytes = 16 << 10;
 
 std::size_t round_up(std::size_t bytes, std::size_t multiple) {
@@ -60,6 +60,11 @@ Range piece(std::int64_t count, std::int64_t chunk, std::int64_t chunk_count) {
 
 void copy_items(std::byte *target, const std::byte *source, std::int64_t count, std::size_t item = 1) {
     if (count > 0) std::memcpy(target, source, static_cast<std::size_t>(count) * item);
+}
+
+// The same from another rank's slot.
+void fetch_items(std::byte *target, const std::byte *source, std::int64_t count, std::size_t item = 1) {
+    if (count > 0) copy_shared(target, source, static_cast<std::size_t>(count) * item);
 }
 
 } // namespace
@@ -163,7 +168,9 @@ void Communicator::all_reduce(void *data, std::int64_t count, DType dtype, Reduc
         return reduce_in_place(bytes - board_.rank() * buckets.stride, buckets.stride, count, dtype, reduction);
     }
     begin(Kind::all_reduce, count, dtype, reduction, 0, 0);
-    if (board_.size() == 2 || total <= kSmallBytes)
+    // Two ranks that both sum everything save a round; for the half types the sum costs more than the round.
+    const bool is_half = dtype == DType::bfloat16 || dtype == DType::float16;
+    if (total <= kSmallBytes || (board_.size() == 2 && !is_half))
         reduce_staged(bytes, count, dtype, reduction);
     else
         reduce_by_slices(bytes, count, dtype, reduction);
@@ -216,8 +223,8 @@ void Communicator::reduce_by_slices(std::byte *data, std::int64_t count, DType d
         for (std::size_t i = 1; i < size; ++i) {
             const std::size_t peer = (rank + i) % size;
             const Range theirs = slice(range.length(), peer, size, item);
-            copy_items(data + (range.begin + theirs.begin) * item, result_slot(peer, chunk_ + chunk), theirs.length(),
-                       item);
+            fetch_items(data + (range.begin + theirs.begin) * item, result_slot(peer, chunk_ + chunk), theirs.length(),
+                        item);
         }
     };
     fill(0);
@@ -279,7 +286,7 @@ void Communicator::all_gather(const std::vector<void *> &outputs, const std::vec
             for (std::size_t i = 1; i < size; ++i) {
                 const std::size_t peer = (rank + i) % size;
                 const Range range = piece(bytes[peer], chunk, chunk_bytes);
-                copy_items(static_cast<std::byte *>(outputs[peer]) + range.begin, slot(peer, number), range.length());
+                fetch_items(static_cast<std::byte *>(outputs[peer]) + range.begin, slot(peer, number), range.length());
             }
         });
 }
@@ -330,7 +337,7 @@ void Communicator::broadcast(void *data, std::int64_t bytes, std::size_t root) {
         },
         [&](std::int64_t chunk, std::uint64_t number) {
             const Range range = piece(bytes, chunk, chunk_bytes);
-            if (!sends) copy_items(mine + range.begin, slot(root, number), range.length());
+            if (!sends) fetch_items(mine + range.begin, slot(root, number), range.length());
         });
 }
 

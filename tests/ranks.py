@@ -54,7 +54,7 @@ def run_shared_threads(
     function: Callable[..., Any],
     *arguments: Any,
     timeout: float = 60.0,
-    chunk_bytes: int | None = None,
+    chunk_bytes: int = 256 << 10,
     return_exceptions: bool = False,
 ) -> list[Any]:
     """``function(lane, *arguments)`` on ``size`` threads that meet in shared memory, as ``run_threads`` otherwise."""

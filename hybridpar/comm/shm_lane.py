@@ -32,10 +32,8 @@ _CODES = {
 }
 DTYPES = frozenset(_CODES)
 _REDUCTIONS: dict[Op, int] = {"sum": 0, "max": 1, "min": 2}
-# With two ranks what both stage at a time stays in their second-level caches; more ranks exchange their slices through
-# the third level, and fewer, longer chunks mean fewer waits where they have not a core each.
-_CHUNK_BYTES_OF_TWO = 128 << 10
-_CHUNK_BYTES_OF_MANY = 512 << 10
+# What is staged at a time stays in the caches, and is long enough to make waits rare.
+_CHUNK_BYTES = 256 << 10
 _PAGE = 4096
 
 
@@ -48,24 +46,22 @@ class ShmLane(Lane):
     Args:
         parent: a lane of the same ranks, over which they meet. Collective.
         timeout: seconds that one collective may wait for the other ranks.
-        chunk_bytes: what a rank stages at a time, a multiple of 128; None for what suits the number of ranks.
+        chunk_bytes: what a rank stages at a time, a multiple of 128.
 
     Raises:
         ValueError: the ranks are on different hosts (on every rank).
         OSError: the host has no shared memory, or not enough (on every rank).
     """
 
-    def __init__(self, parent: Lane, timeout: float, chunk_bytes: int | None = None) -> None:
+    def __init__(self, parent: Lane, timeout: float, chunk_bytes: int = _CHUNK_BYTES) -> None:
         self.rank, self.size = parent.rank, parent.size
-        self._timeout, self._given_chunk_bytes = timeout, chunk_bytes
+        self._timeout, self._chunk_bytes = timeout, chunk_bytes
         own = os.getpid()
         ranks = gather_json(parent, [host_identity(), own, _native.process_start(own)])
         if len(hosts := {host for host, _, _ in ranks}) > 1:
             raise ValueError(
                 f"expected ranks of one host, got {len(hosts)} hosts; use a group for each host, or another lane"
             )
-        if chunk_bytes is None:
-            chunk_bytes = _CHUNK_BYTES_OF_TWO if self.size <= 2 else _CHUNK_BYTES_OF_MANY
         size = _native.communicator_bytes(self.size, chunk_bytes)
         self._memory = share(parent, size)
         processes, starts = (np.array(column, dtype=np.int64) for column in list(zip(*ranks, strict=True))[1:])
@@ -136,7 +132,7 @@ class ShmLane(Lane):
         self._call("barrier", None, self._native.barrier)
 
     def clone(self) -> Lane:
-        clone = ShmLane(self, self._timeout, self._given_chunk_bytes)
+        clone = ShmLane(self, self._timeout, self._chunk_bytes)
         self._clones.add(clone)
         if self._aborted:
             clone.abort()
