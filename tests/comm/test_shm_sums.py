@@ -79,12 +79,17 @@ def same(got: Tensor, expected: Tensor) -> bool:
     return torch.equal(got.isnan(), expected.isnan()) and torch.equal(got.nan_to_num(), expected.nan_to_num())
 
 
+def room(count: int, dtype: torch.dtype) -> Tensor:
+    """Memory aligned to nothing but its elements."""
+    return torch.empty(count + 1, dtype=dtype)[1:]
+
+
 def check(lane: Lane, call: Call) -> None:
     rank, counts = lane.rank, call.counts
     make = functools.partial(value, call.dtype, seed=call.seed)
     if call.kind in ("all_reduce", "broadcast"):
         everyone = [make(counts[0], other) for other in range(lane.size)]
-        tensor = everyone[rank].clone()
+        tensor = room(counts[0], call.dtype).copy_(everyone[rank])
         if call.bucket:
             tensor = lane.allocate(counts[0], call.dtype, tensor.device).copy_(tensor)
         if call.kind == "broadcast":
@@ -94,13 +99,13 @@ def check(lane: Lane, call: Call) -> None:
             lane.all_reduce(tensor, call.op)
             assert same(tensor, reduced(everyone, call.op))
     elif call.kind == "all_gather":
-        outputs = [torch.empty(count, dtype=call.dtype) for count in counts]
+        outputs = room(sum(counts), call.dtype).split(counts)
         lane.all_gather(outputs, make(counts[rank], rank))
         for other, output in enumerate(outputs):
             assert same(output, make(counts[other], other))
     else:
         everyone = [make(sum(counts), other) for other in range(lane.size)]
-        output = torch.empty(counts[rank], dtype=call.dtype)
+        output = room(counts[rank], call.dtype)
         lane.reduce_scatter(output, everyone[rank].split(counts))
         assert same(output, reduced([whole.split(counts)[rank] for whole in everyone], "sum"))
 
