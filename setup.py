@@ -11,8 +11,8 @@ import nanobind
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = ["csrc/bindings.cc", "csrc/pack.cc"]
-HEADERS = ["csrc/check.h", "csrc/pack.h", "csrc/types.h"]
+SOURCES = [f"csrc/{name}.cc" for name in ("bindings", "board", "pack", "reduce", "shm")]
+HEADERS = [f"csrc/{name}.h" for name in ("board", "check", "clones", "pack", "reduce", "shm", "types")]
 
 
 def relative(path: Path) -> str:

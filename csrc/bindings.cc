@@ -1,3 +1,4 @@
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -6,6 +7,7 @@
 
 #include "check.h"
 #include "pack.h"
+#include "shm.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -69,6 +71,128 @@ Bucket bucket_of(std::uintptr_t pointer, std::int64_t count, std::int64_t dtype)
     return {reinterpret_cast<void *>(pointer), count, dtype_of(dtype)};
 }
 
+DType reduced_dtype_of(std::int64_t code) {
+    check(code >= 0 && code < kReducedDTypes, "expected a dtype code below ", int{kReducedDTypes}, ", got ", code);
+    return static_cast<DType>(code);
+}
+
+Reduction reduction_of(std::int64_t code) {
+    check(code >= 0 && code < kReductions, "expected a reduction code below ", int{kReductions}, ", got ", code);
+    return static_cast<Reduction>(code);
+}
+
+template <typename Pointer>
+std::vector<Pointer> pointers_of(const Int64s &addresses) {
+    std::vector<Pointer> pointers(addresses.shape(0));
+    for (std::size_t i = 0; i < pointers.size(); ++i)
+        pointers[i] = reinterpret_cast<Pointer>(static_cast<std::uintptr_t>(addresses.data()[i]));
+    return pointers;
+}
+
+std::vector<std::int64_t> sizes_of(const Int64s &sizes) {
+    for (std::size_t i = 0; i < sizes.shape(0); ++i)
+        check(sizes.data()[i] >= 0, "expected sizes of zero or more, got ", sizes.data()[i], " for rank ", i);
+    return {sizes.data(), sizes.data() + sizes.shape(0)};
+}
+
+// A communicator, and how many threads are inside one of its calls, on the way back into Python included.
+struct SharedMemory {
+    Communicator communicator;
+    std::atomic<int> inside{0};
+
+    // The work without the lock of the interpreter; the count falls when the thread has it again.
+    template <typename Work>
+    void call(Work work) {
+        ++inside;
+        struct Leave {
+            std::atomic<int> &count;
+            ~Leave() {
+                --count;
+            }
+        } const leave{inside};
+        const nb::gil_scoped_release release;
+        work(communicator);
+    }
+};
+
+void raise_pending_signals() {
+    const nb::gil_scoped_acquire acquire;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+void make_shared_memory(SharedMemory *self, std::uintptr_t memory, std::size_t rank, const Int64s &processes,
+                        const Int64s &starts, std::size_t chunk_bytes, double timeout) {
+    check(processes.shape(0) == starts.shape(0), "expected a start time for each of ", processes.shape(0),
+          " processes, got ", starts.shape(0));
+    std::vector<Process> known(processes.shape(0));
+    for (std::size_t i = 0; i < known.size(); ++i)
+        known[i] = {processes.data()[i], starts.data()[i]};
+    new (self) SharedMemory{{reinterpret_cast<std::byte *>(memory), rank, std::move(known), chunk_bytes, timeout}};
+    self->communicator.set_poll(raise_pending_signals);
+}
+
+void bind_shared_memory(nb::module_ &module) {
+    module.def("process_start", &process_start, "process"_a);
+    module.def("communicator_bytes", &communicator_bytes, "size"_a, "chunk_bytes"_a);
+
+    nb::class_<SharedMemory>(module, "Communicator")
+        .def("__init__", &make_shared_memory, "memory"_a, "rank"_a, "processes"_a.noconvert(), "starts"_a.noconvert(),
+             "chunk_bytes"_a, "timeout"_a)
+        .def(
+            "all_reduce",
+            [](SharedMemory &self, std::uintptr_t data, std::int64_t count, std::int64_t dtype,
+               std::int64_t reduction) {
+                self.call([&](Communicator &communicator) {
+                    communicator.all_reduce(reinterpret_cast<void *>(data), count, reduced_dtype_of(dtype),
+                                            reduction_of(reduction));
+                });
+            },
+            "data"_a, "count"_a, "dtype"_a, "reduction"_a)
+        .def(
+            "all_gather",
+            [](SharedMemory &self, const Int64s &outputs, const Int64s &bytes, std::uintptr_t input) {
+                self.call([&](Communicator &communicator) {
+                    communicator.all_gather(pointers_of<void *>(outputs), sizes_of(bytes),
+                                            reinterpret_cast<const void *>(input));
+                });
+            },
+            "outputs"_a.noconvert(), "bytes"_a.noconvert(), "input"_a)
+        .def(
+            "reduce_scatter",
+            [](SharedMemory &self, std::uintptr_t output, const Int64s &inputs, const Int64s &counts,
+               std::int64_t dtype) {
+                self.call([&](Communicator &communicator) {
+                    communicator.reduce_scatter(reinterpret_cast<void *>(output), pointers_of<const void *>(inputs),
+                                                sizes_of(counts), reduced_dtype_of(dtype));
+                });
+            },
+            "output"_a, "inputs"_a.noconvert(), "counts"_a.noconvert(), "dtype"_a)
+        .def(
+            "broadcast",
+            [](SharedMemory &self, std::uintptr_t data, std::int64_t bytes, std::size_t root) {
+                self.call([&](Communicator &communicator) {
+                    communicator.broadcast(reinterpret_cast<void *>(data), bytes, root);
+                });
+            },
+            "data"_a, "bytes"_a, "root"_a)
+        .def("barrier", [](SharedMemory &self) { self.call([](Communicator &c) { c.barrier(); }); })
+        .def(
+            "add_buckets",
+            [](SharedMemory &self, std::uintptr_t base, std::size_t stride, std::uint32_t number) {
+                self.communicator.add_buckets(reinterpret_cast<const std::byte *>(base), stride, number);
+            },
+            "base"_a, "stride"_a, "number"_a)
+        .def(
+            "drop_buckets",
+            [](SharedMemory &self, std::uintptr_t base) {
+                self.communicator.drop_buckets(reinterpret_cast<const std::byte *>(base));
+            },
+            "base"_a)
+        .def("abort", [](SharedMemory &self) { self.communicator.abort(); })
+        .def("leave", [](SharedMemory &self) { self.call([](Communicator &c) { c.leave(); }); })
+        .def_prop_ro("calls_inside", [](const SharedMemory &self) { return self.inside.load(); });
+}
+
 } // namespace
 } // namespace hybridpar
 
@@ -79,6 +203,9 @@ NB_MODULE(_native, module) {
     module.attr("FLOAT64") = static_cast<int>(DType::float64);
     module.attr("BFLOAT16") = static_cast<int>(DType::bfloat16);
     module.attr("FLOAT16") = static_cast<int>(DType::float16);
+    module.attr("INT64") = static_cast<int>(DType::int64);
+    module.attr("UINT8") = static_cast<int>(DType::uint8);
+    bind_shared_memory(module);
 
     module.def(
         "pack",

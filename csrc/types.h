@@ -7,12 +7,15 @@
 namespace hybridpar {
 
 // The numbers are part of the binding: Python passes them in uint8 arrays.
-enum class DType : std::uint8_t { float32 = 0, float64 = 1, bfloat16 = 2, float16 = 3 };
+// Packing takes the first four, reductions take all.
+enum class DType : std::uint8_t { float32 = 0, float64 = 1, bfloat16 = 2, float16 = 3, int64 = 4, uint8 = 5 };
 
 inline constexpr std::uint8_t kDTypes = 4;
+inline constexpr std::uint8_t kReducedDTypes = 6;
 
 inline constexpr std::size_t item_size(DType dtype) {
-    return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
+    constexpr std::size_t sizes[] = {4, 8, 2, 2, 8, 1};
+    return sizes[static_cast<std::size_t>(dtype)];
 }
 
 // The half formats are carried as their bits, so that no compiler support for them is needed.

@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,25 @@ def detect(environ: Mapping[str, str] | None = None) -> Topology:
         if names[0] in environ and (launcher != "slurm" or names[1] in environ):
             return _from_variables(launcher, names, environ)
     return Topology(host=socket.gethostname())
+
+
+def host_identity() -> str:
+    """Text that is equal for two processes exactly if they can share memory and see each other's process ids.
+
+    A host is more than its name, which containers and copies of a machine may share. So the text also holds the number
+    that the kernel drew when it started, and the namespaces of the process. Processes in different network namespaces
+    count as on different hosts, since that is what the user made them.
+    """
+    parts = [socket.gethostname()]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if boot.exists():
+        parts.append(boot.read_text().strip())
+    for namespace in ("pid", "net"):
+        link = Path("/proc/self/ns") / namespace
+        parts.append(str(link.stat().st_ino) if link.exists() else "none")
+    memory = Path("/dev/shm")
+    parts.append(f"{memory.stat().st_dev}.{memory.stat().st_ino}" if memory.exists() else "none")
+    return " ".join(parts)
 
 
 def _from_variables(launcher: str, names: tuple[str, str, str, str], environ: Mapping[str, str]) -> Topology:

@@ -1,4 +1,4 @@
-"""Run a function on N ranks: threads of this process, or spawned gloo processes."""
+"""Run a function on N ranks: threads of this process, or spawned processes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from hybridpar.comm.group import Group, abort_thread_group, init, thread_groups
+from hybridpar.comm.shm_lane import ShmLane
 
 
 def run_threads(
@@ -48,30 +49,59 @@ def run_threads(
     return results
 
 
+def run_shared_threads(
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout: float = 60.0,
+    chunk_bytes: int = 256 << 10,
+    return_exceptions: bool = False,
+) -> list[Any]:
+    """``function(lane, *arguments)`` on ``size`` threads that meet in shared memory, as ``run_threads`` otherwise."""
+
+    def work(group: Group) -> Any:
+        lane = ShmLane(group._lane, timeout, chunk_bytes)
+        try:
+            return function(lane, *arguments)
+        except BaseException:
+            lane.abort()
+            raise
+        finally:
+            lane.close()
+
+    return run_threads(size, work, timeout=timeout, return_exceptions=return_exceptions)
+
+
 def _is_consequence(error: BaseException) -> bool:
     return "another rank left" in str(error)
 
 
-def _process(rank: int, size: int, port: int, function: Callable[..., Any], arguments: Any, queue: Any) -> None:
+def _process(
+    rank: int, size: int, port: int, function: Callable[..., Any], arguments: Any, shared_memory: bool, queue: Any
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         # multiprocessing does not run atexit functions: close here.
-        group = init(timeout=60)
+        group = init(timeout=60, shared_memory=shared_memory)
         queue.put((rank, function(group, *arguments), None))
         torch.distributed.destroy_process_group()
     except BaseException as error:
         queue.put((rank, None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
 
 
-def run_processes(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
-    """The same on spawned processes with gloo. ``function`` is importable; results are picklable."""
+def run_processes(
+    size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0, shared_memory: bool = True
+) -> list[Any]:
+    """The same on spawned processes that meet over gloo. ``function`` is importable; results are picklable."""
     context = multiprocessing.get_context("spawn")
     port = free_port()
     queue = context.Queue()
     processes = [
-        context.Process(target=_process, args=(rank, size, port, function, arguments, queue), daemon=True)
+        context.Process(
+            target=_process, args=(rank, size, port, function, arguments, shared_memory, queue), daemon=True
+        )
         for rank in range(size)
     ]
     for process in processes:

@@ -25,15 +25,20 @@ FLOORS: list[list[list[str]]] = [
             "hybridpar.comm.coalesce",
             "hybridpar.comm.functional",
             "hybridpar.comm.group",
+            "hybridpar.comm.host_lane",
             "hybridpar.comm.lanes",
             "hybridpar.comm.routes",
+            "hybridpar.comm.segments",
+            "hybridpar.comm.shm_lane",
+            "hybridpar.comm.values",
             "hybridpar.comm.wire",
             "hybridpar.comm.worker",
         ],
         ["hybridpar.kernels"],
     ],
     [["hybridpar.comm.errors"]],
-    [["hybridpar.topology"]],
+    # The compiled module is csrc/, which the lanes of shared memory need as much as the kernels' doors.
+    [["hybridpar.topology"], ["hybridpar.kernels._native"]],
 ]
 PLACES = {
     name: (floor, column)

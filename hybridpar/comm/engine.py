@@ -82,7 +82,7 @@ class Engine:
             raise ValueError(f"expected tensors on one device, got {sorted(map(str, devices))}; use an engine for each")
         plan = plan_buckets([tensor.numel() for tensor in tensors], dtypes, order, self._bucket_bytes)
         self._names = list(names)
-        self._rounds = [_BucketRound(bucket, [tensors[i] for i in bucket.members]) for bucket in plan]
+        self._rounds = [_BucketRound(bucket, [tensors[i] for i in bucket.members], self._lane) for bucket in plan]
         self._home = {index: home for home, bucket in enumerate(plan) for index in bucket.members}
         self._next = 0
 
@@ -152,12 +152,11 @@ class Engine:
 class _BucketRound:
     """One bucket: its buffer, and what has been submitted into it in the present round."""
 
-    def __init__(self, bucket: Bucket, examples: Sequence[Tensor]) -> None:
+    def __init__(self, bucket: Bucket, examples: Sequence[Tensor], lane: Lane) -> None:
         self.bucket = bucket
         self.shapes = {index: example.shape for index, example in zip(bucket.members, examples, strict=True)}
-        self.buffer = torch.empty(
-            bucket.numel + len(bucket.members), dtype=bucket.dtype, device=examples[0].device
-        )  # Note [presence flags]
+        # Note [presence flags]. In the lane's own memory packing is all the copying there is.
+        self.buffer = lane.allocate(bucket.numel + len(bucket.members), bucket.dtype, examples[0].device)
         self.tensors: dict[int, Tensor] = {}
         self.received: dict[int, Tensor] = {}
         self.closed = False

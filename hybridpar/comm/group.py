@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import json
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridpar.comm.errors import CommunicationError
+from hybridpar.comm.host_lane import with_shared_memory
 from hybridpar.comm.lanes import AloneLane, Lane, Op, ThreadHub, ThreadLane, TorchLane
+from hybridpar.comm.shm_lane import ShmLane
+from hybridpar.comm.values import gather_json
 from hybridpar.topology import Topology, detect
 
 DEFAULT_TIMEOUT = 300.0
@@ -42,16 +43,25 @@ class Group:
         return cls(AloneLane(), replace(detect({}), host=socket.gethostname()))
 
     @classmethod
-    def from_torch(cls, process_group: dist.ProcessGroup | None = None, *, timeout: float = DEFAULT_TIMEOUT) -> Group:
+    def from_torch(
+        cls,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        shared_memory: bool = True,
+    ) -> Group:
         """The ranks of an initialised torch.distributed (or of one of its groups), on communicators of their own.
 
         Args:
             process_group: None means all ranks of the job.
             timeout: seconds that one collective may wait for the other ranks.
+            shared_memory: as for ``init``.
         """
         ranks = dist.get_process_group_ranks(process_group)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        lane = TorchLane(ranks, backend, timeout)
+        lane: Lane = TorchLane(ranks, backend, timeout)
+        if shared_memory:
+            lane = with_shared_memory(lane, timeout)
         topology = detect()
         if topology.size != dist.get_world_size():  # torch was initialised by hand, without a launcher
             topology = Topology(dist.get_rank(), dist.get_world_size(), host=topology.host, launcher="torch")
@@ -117,11 +127,7 @@ class Group:
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Each rank's value, in rank order. Values are anything that JSON can carry."""
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes: list[int] = self.all_gather(torch.tensor([len(data)])).tolist()
-        everyone = bytes(self.all_gather(data, sizes).numpy())
-        ends = list(accumulate(sizes))
-        return [json.loads(everyone[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+        return gather_json(self._lane, value)
 
     def broadcast_json(self, value: Any, root: int = 0) -> Any:
         """The value of rank ``root``; the other ranks' values are not looked at."""
@@ -151,12 +157,12 @@ def thread_groups(size: int, *, timeout: float = DEFAULT_TIMEOUT) -> list[Group]
 
 def abort_thread_group(group: Group) -> None:
     """Make every wait of every rank of a thread group fail now: called when a rank cannot go on."""
-    if not isinstance(group._lane, ThreadLane):
+    if not isinstance(group._lane, ThreadLane | ShmLane):
         raise TypeError(f"expected a group made by thread_groups, got {group!r}")
     group._lane.abort()
 
 
-def init(*, timeout: float = DEFAULT_TIMEOUT) -> Group:
+def init(*, timeout: float = DEFAULT_TIMEOUT, shared_memory: bool = True) -> Group:
     """The group of all ranks of this job, under torchrun, mpirun or Slurm, or alone.
 
     Adopts a torch.distributed that is already initialised. Otherwise, under a launcher, initialises it, with gloo for
@@ -164,13 +170,15 @@ def init(*, timeout: float = DEFAULT_TIMEOUT) -> Group:
 
     Args:
         timeout: seconds that one collective may wait for the other ranks before it raises.
+        shared_memory: if all ranks are on one host, CPU tensors travel through its shared memory (/dev/shm) and not
+            over gloo. Where there is none, that is logged, and gloo serves.
 
     Raises:
         ValueError: the launcher's variables contradict each other.
         CommunicationError: the other ranks could not be reached in time.
     """
     if dist.is_initialized():
-        return Group.from_torch(timeout=timeout)
+        return Group.from_torch(timeout=timeout, shared_memory=shared_memory)
     topology = detect()
     if topology.launcher == "alone" or (topology.size == 1 and topology.address is None):
         return Group(AloneLane(), topology)
@@ -192,7 +200,7 @@ def init(*, timeout: float = DEFAULT_TIMEOUT) -> Group:
         raise CommunicationError(str(error), rank=topology.rank, operation="init", tensor=where) from error
     # gloo's threads may abort a process that ends with the group still open.
     atexit.register(_shut_down)
-    return Group(Group.from_torch(timeout=timeout)._lane, topology)
+    return Group(Group.from_torch(timeout=timeout, shared_memory=shared_memory)._lane, topology)
 
 
 def _shut_down() -> None:

@@ -61,6 +61,10 @@ class Lane(ABC):
     def close(self) -> None:
         """Free what the lane holds. It may not be used again."""
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Collective: uninitialised memory [numel] on which this lane's ``all_reduce`` is as fast as it can be."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
 
 class AloneLane(Lane):
     """The lane of a group of one: every collective is the identity."""

@@ -12,6 +12,8 @@ FLOAT32: int
 FLOAT64: int
 BFLOAT16: int
 FLOAT16: int
+INT64: int
+UINT8: int
 
 def pack(
     pointers: npt.NDArray[np.int64],
@@ -38,3 +40,49 @@ def unpack(
     scale: float,
 ) -> int:
     """Scatter the bucket into the tensors, return the number of non-finite bucket values that were read."""
+
+def process_start(process: int) -> int:
+    """When a process started, in clock ticks since boot; 0 if it is gone or dead, -1 where the system does not say."""
+
+def communicator_bytes(size: int, chunk_bytes: int) -> int:
+    """Bytes of shared memory that a Communicator of ``size`` ranks needs."""
+
+class Communicator:
+    """Collectives between ranks of one host (csrc/shm.h). Addresses and sizes are int64; calls release the GIL.
+
+    What the other ranks did wrong raises RuntimeError, and so does every later call.
+    """
+
+    def __init__(
+        self,
+        memory: int,
+        rank: int,
+        processes: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64],
+        chunk_bytes: int,
+        timeout: float,
+    ) -> None:
+        """``memory``: communicator_bytes(...) of it, shared by all ranks, aligned to a page, zero at first."""
+
+    def all_reduce(self, data: int, count: int, dtype: int, reduction: int) -> None:
+        """In place. ``reduction``: 0 sum, 1 maximum, 2 minimum."""
+
+    def all_gather(self, outputs: npt.NDArray[np.int64], bytes: npt.NDArray[np.int64], input: int) -> None: ...
+    def reduce_scatter(
+        self, output: int, inputs: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], dtype: int
+    ) -> None: ...
+    def broadcast(self, data: int, bytes: int, root: int) -> None: ...
+    def barrier(self) -> None: ...
+    def add_buckets(self, base: int, stride: int, number: int) -> None:
+        """From now on all_reduce works in place on rank r's memory of ``stride`` bytes at base + r * stride."""
+
+    def drop_buckets(self, base: int) -> None: ...
+    def abort(self) -> None:
+        """Make every rank's present and later calls raise."""
+
+    def leave(self) -> None:
+        """The last call; returns when no other is running."""
+
+    @property
+    def calls_inside(self) -> int:
+        """Threads that are inside a call just now."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hybridpar as hp
-from hybridpar.comm.lanes import AloneLane
+from hybridpar.comm.lanes import AloneLane, TorchLane
 from tests.comm.lane_contract import CHECKS, Check, LaneContract
 from tests.ranks import run_processes, run_threads
 
@@ -39,12 +39,13 @@ class TestThreadLane(LaneContract):
 
 
 def _every_check(group: hp.Group) -> dict[str, str | None]:
+    assert isinstance(group.new_lane(), TorchLane)
     return {check.__name__: _verdict(check, group.new_lane()) for check in CHECKS}
 
 
 @functools.cache
 def _gloo_verdicts(size: int) -> list[dict[str, str | None]]:
-    return run_processes(size, _every_check)
+    return run_processes(size, _every_check, shared_memory=False)
 
 
 class TestGlooLane(LaneContract):
@@ -92,4 +93,4 @@ def _leave_early(group: hp.Group) -> str:
 
 
 def test_gloo_ranks_raise_when_one_of_them_leaves() -> None:
-    assert run_processes(2, _leave_early) == ["0 all_reduce float32[3]", "left"]
+    assert run_processes(2, _leave_early, shared_memory=False) == ["0 all_reduce float32[3]", "left"]

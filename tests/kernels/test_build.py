@@ -27,7 +27,18 @@ def test_a_missing_compiler_is_named_with_the_way_to_get_one(tmp_path: Path) -> 
 
 
 def test_without_the_compiled_module_the_import_says_how_to_build_it() -> None:
-    program = "import sys; sys.modules['hybridpar.kernels._native'] = None; import hybridpar.kernels"
+    program = """
+import sys
+
+class Missing:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "hybridpar.kernels._native":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+
+sys.meta_path.insert(0, Missing)
+import hybridpar
+"""
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode != 0
     assert "ImportError: expected the compiled module hybridpar.kernels._native" in run.stderr

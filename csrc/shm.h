@@ -1,0 +1,90 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "board.h"
+#include "reduce.h"
+#include "types.h"
+
+namespace hybridpar {
+
+// Collectives between ranks (processes or threads) of one host over memory that all of them have mapped.
+//
+// Every rank calls the same operations with the same counts, dtypes and roots; where they differ, all ranks throw
+// Failure. Sums are taken in rank order, element by element, so that results do not depend on timing and every
+// rank gets the same bits.
+class Communicator {
+  public:
+    // `memory` holds communicator_bytes(...) bytes, zero before the first rank came, aligned to a page.
+    // `chunk_bytes`, a multiple of 128, is what a rank stages at a time.
+    Communicator(std::byte *memory, std::size_t rank, std::vector<Process> processes, std::size_t chunk_bytes,
+                 double timeout);
+
+    void all_reduce(void *data, std::int64_t count, DType dtype, Reduction reduction);
+    // outputs[r] has bytes[r] bytes and gets the input of rank r.
+    void all_gather(const std::vector<void *> &outputs, const std::vector<std::int64_t> &bytes, const void *input);
+    // inputs[r] has counts[r] elements; output gets the sum over the ranks of their inputs[rank].
+    void reduce_scatter(void *output, const std::vector<const void *> &inputs, const std::vector<std::int64_t> &counts,
+                        DType dtype);
+    void broadcast(void *data, std::int64_t bytes, std::size_t root);
+    void barrier();
+
+    // From now on all_reduce works in place on memory in [base, base + size * stride), which every rank has mapped
+    // somewhere: rank r's part begins at base + r * stride. All ranks give it the same number.
+    void add_buckets(const std::byte *base, std::size_t stride, std::uint32_t number);
+    void drop_buckets(const std::byte *base);
+
+    // Makes every rank's present and later calls fail. From any thread.
+    void abort() {
+        board_.abort();
+    }
+    // The last call: this rank will not come again. Returns when none of its calls is running any more.
+    void leave();
+    void set_poll(std::function<void()> poll) {
+        board_.set_poll(std::move(poll));
+    }
+
+  private:
+    struct Buckets {
+        std::size_t stride;
+        std::uint32_t number;
+    };
+    enum class Kind : std::uint8_t { barrier, all_reduce, all_gather, reduce_scatter, broadcast };
+
+    // One call at a time; none in a forked child, where the mutex may stay locked for ever.
+    std::unique_lock<std::mutex> enter();
+    void begin(Kind kind, std::int64_t count, DType dtype, Reduction reduction, std::size_t root, std::uint64_t place);
+    void check_agreement();
+    std::string describe(const Announcement &announcement) const;
+    template <typename Fill, typename Drain>
+    void exchange(std::int64_t chunks, Fill fill, Drain drain);
+    void reduce_staged(std::byte *data, std::int64_t count, DType dtype, Reduction reduction);
+    void reduce_by_slices(std::byte *data, std::int64_t count, DType dtype, Reduction reduction);
+    void reduce_in_place(std::byte *first, std::size_t stride, std::int64_t count, DType dtype, Reduction reduction);
+    // The buckets that hold this rank's `data`, or null.
+    const std::byte *find_buckets(const std::byte *data, std::int64_t bytes, Buckets &found);
+    std::byte *slot(std::size_t rank, std::uint64_t chunk) const;
+    std::byte *result_slot(std::size_t rank, std::uint64_t chunk) const;
+
+    Board board_;
+    std::byte *staging_;
+    std::byte *results_;
+    std::size_t chunk_bytes_;
+    std::size_t slice_bytes_;
+    std::uint64_t chunk_ = 0;
+    std::map<const std::byte *, Buckets> buckets_;
+    std::mutex buckets_mutex_;
+    std::vector<const void *> sources_;
+    std::vector<void *> targets_;
+    std::mutex mutex_;
+};
+
+// Memory that a communicator of that many ranks needs.
+std::size_t communicator_bytes(std::size_t size, std::size_t chunk_bytes);
+
+} // namespace hybridpar
