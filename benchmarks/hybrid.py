@@ -158,7 +158,8 @@ class Case:
 CASES = {
     # Rows, gradient, momentum.
     "hybrid": Case(hybrid, cut=True, row_copies=3, logits_copies=0),
-    # And the bucket in which the gradient travels.
+    # And the bucket in which the gradient travels. It lies in shared memory: each rank's resident memory counts pages
+    # of the other ranks' buckets too, the machine holds them once.
     "data": Case(data, cut=False, row_copies=4, logits_copies=0),
     # And unit rows, their gradient, and two temporaries of the normalisation's backward pass.
     "dense logits": Case(dense_logits, cut=True, row_copies=7, logits_copies=4),
