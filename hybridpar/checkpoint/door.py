@@ -85,26 +85,24 @@ def save(
     entries, row_description = together(
         group, lambda: _write_files(partial, group, model, head, named_optimizers, names)
     )
-    everyone = group.all_gather_json(entries)
+    all_entries = [entry for theirs in group.all_gather_json(entries) for entry in theirs]
 
     def finish() -> str:
-        head_shards = [e["name"] for theirs in everyone for e in theirs if e["name"].startswith("head-")]
         manifest = {
             "format": files.FORMAT,
             "step": step,
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "topology": {"ranks": group.size, **asdict(group.topology)},
             "model": None if model is None else _shapes(_bare(model).state_dict()),
-            "head": None if head is None else _describe_head(head, head_shards, row_description),
+            "head": None if head is None else _describe_head(head, all_entries, row_description),
             "optimizers": described,
             "extra": {} if extra is None else extra,
-            "files": [entry for theirs in everyone for entry in theirs],
+            "files": all_entries,
         }
-        final = files.step_path(directory, step)
-        files.finish(partial, final, manifest)
+        files.finish(partial, files.step_path(directory, step), manifest)
         if keep is not None:
             files.retain(directory, keep, step)
-        return str(final)
+        return str(files.step_path(directory, step))
 
     return Path(_on_root(group, finish))
 
@@ -290,14 +288,16 @@ def _check_head(path: Path, saved: dict[str, Any] | None, head: ShardedClassifie
         raise ValueError(f"{path}: margin is {saved['margin']} in the checkpoint and {head.margin} in the head")
 
 
-def _describe_head(head: ShardedClassifier, shards: list[str], row_description: dict[str, Any]) -> dict[str, Any]:
+def _describe_head(
+    head: ShardedClassifier, entries: list[dict[str, Any]], row_description: dict[str, Any]
+) -> dict[str, Any]:
     return {
         "num_classes": head.num_classes,
         "embedding_size": head.embedding_size,
         "margin": repr(head.margin),
         "layout": head.layout.describe(),
         "rows": row_description,
-        "shards": shards,
+        "shards": [entry["name"] for entry in entries if entry["name"].startswith("head-")],
     }
 
 

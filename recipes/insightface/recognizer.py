@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
@@ -13,7 +14,7 @@ from recipes.insightface.config import TrainConfig
 from recipes.insightface.models import build_model
 
 
-class Recognizer:
+class Recognizer(ABC):
     """Common face of both modes.
 
     Attributes:
@@ -25,9 +26,9 @@ class Recognizer:
     head: hp.ShardedClassifier
     _replicated: hp.DataParallel
 
+    @abstractmethod
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """Mean loss of the global batch, the same scalar on every rank. Collective."""
-        raise NotImplementedError
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside do not exchange gradients of what is replicated."""
