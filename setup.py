@@ -37,15 +37,12 @@ class BuildNative(build_ext):
     """C++17 at -O3 for the baseline of the architecture, with a readable error where no compiler is found."""
 
     def build_extensions(self) -> None:
-        if self.compiler.compiler_type == "msvc":
-            compile_args, link_args = ["/std:c++17", "/O2"], []
-        else:
-            self.require_compiler()
-            # -fno-strict-aliasing is what nanobind's library asks for. Without -fno-trapping-math the branch-free half
-            # conversions are not vectorised; results are the same, only the floating-point exception flags differ.
-            compile_args = ["-std=c++17", "-O3", "-fno-trapping-math", "-ffp-contract=off", "-fno-strict-aliasing"]
-            compile_args += ["-fvisibility=hidden", "-ffunction-sections", "-fdata-sections", "-Wall", "-Wextra"]
-            link_args = [] if sys.platform == "darwin" else ["-Wl,--gc-sections", "-Wl,-s"]
+        self.require_compiler()
+        # -fno-strict-aliasing is what nanobind's library asks for. Without -fno-trapping-math the branch-free half
+        # conversions are not vectorised; results are the same, only the floating-point exception flags differ.
+        compile_args = ["-std=c++17", "-O3", "-fno-trapping-math", "-ffp-contract=off", "-fno-strict-aliasing"]
+        compile_args += ["-fvisibility=hidden", "-ffunction-sections", "-fdata-sections", "-Wall", "-Wextra"]
+        link_args = [] if sys.platform == "darwin" else ["-Wl,--gc-sections", "-Wl,-s"]
         for extension in self.extensions:
             extension.extra_compile_args += compile_args
             extension.extra_link_args += link_args

@@ -10,11 +10,11 @@ import pytest
 
 from recipes.insightface import train
 from recipes.insightface.config import PRESETS, TrainConfig
+from tests.recipes.data.shared import SHARED, needs_shared
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
-RECORDS = DATA / "omniglot_rec"
-FOLDERS = DATA / "omniglot_train_folders.zip"
-FACES = DATA / "orl_faces_23x28.zip"
+RECORDS = SHARED / "omniglot_rec"
+FOLDERS = SHARED / "omniglot_train_folders.zip"
+FACES = SHARED / "orl_faces_23x28.zip"
 
 
 def _config(preset: str, out: Path, steps: int, **data: object) -> TrainConfig:
@@ -29,7 +29,7 @@ def _accuracies(printed: str) -> tuple[float, float]:
     return model, raw
 
 
-@pytest.mark.skipif(not RECORDS.exists(), reason=f"needs {RECORDS.name} beside the checkout")
+@needs_shared
 def test_a_record_set_that_mxnet_wrote_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train.main(_config("characters", tmp_path, 150, path=RECORDS, bins=(RECORDS / "omni.bin",)))
     model, raw = _accuracies(capsys.readouterr().out)
@@ -37,7 +37,7 @@ def test_a_record_set_that_mxnet_wrote_trains(tmp_path: Path, capsys: pytest.Cap
     assert model > 0.80  # after 150 of the preset's 1,600 steps
 
 
-@pytest.mark.skipif(not FOLDERS.exists(), reason=f"needs {FOLDERS.name} beside the checkout")
+@needs_shared
 def test_folders_in_a_zip_file_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = _config("characters", tmp_path, 80, kind="folders", path=FOLDERS, verification_identities=40)
     train.main(config)
@@ -45,7 +45,7 @@ def test_folders_in_a_zip_file_train(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert model > raw + 0.1
 
 
-@pytest.mark.skipif(not FACES.exists(), reason=f"needs {FACES.name} beside the checkout")
+@needs_shared
 def test_faces_of_people_never_trained_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train.main(_config("small-faces", tmp_path, 100, path=FACES))
     model, raw = _accuracies(capsys.readouterr().out)
