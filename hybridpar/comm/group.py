@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,13 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore
 
+from hybridpar.comm.compose import Route, Ways, compose
 from hybridpar.comm.errors import CommunicationError
-from hybridpar.comm.host_lane import with_shared_memory
-from hybridpar.comm.lanes import AloneLane, Lane, Op, ThreadHub, ThreadLane, TorchLane
+from hybridpar.comm.lanes import AloneLane, Lane, Op, ThreadHub, ThreadLane
 from hybridpar.comm.shm_lane import ShmLane
+from hybridpar.comm.torch_lane import Meeting, TorchLane
 from hybridpar.comm.values import gather_json
-from hybridpar.topology import Topology, detect
+from hybridpar.comm.watch import Watch
+from hybridpar.topology import Topology, detect, host_identity
 
 DEFAULT_TIMEOUT = 300.0
 
@@ -31,8 +36,9 @@ class Group:
         local_rank, host, topology: where this rank runs.
     """
 
-    def __init__(self, lane: Lane, topology: Topology) -> None:
+    def __init__(self, lane: Lane, topology: Topology, *, parent: Lane | None = None, ways: Ways | None = None) -> None:
         self._lane = lane
+        self._parent, self._ways = parent, ways
         self.topology = topology
         self.rank, self.size = lane.rank, lane.size
         self.local_rank, self.host = topology.local_rank, topology.host
@@ -43,29 +49,35 @@ class Group:
         return cls(AloneLane(), replace(detect({}), host=socket.gethostname()))
 
     @classmethod
+    def over(cls, parent: Lane, ways: Ways, *, topology: Topology) -> Group:
+        """Collective: the ranks of ``parent``, on the lane that serves them best."""
+        return cls(compose(parent, ways), topology, parent=parent, ways=ways)
+
+    @classmethod
     def from_torch(
         cls,
         process_group: dist.ProcessGroup | None = None,
         *,
         timeout: float = DEFAULT_TIMEOUT,
         shared_memory: bool = True,
+        interfaces: Sequence[str] = (),
     ) -> Group:
         """The ranks of an initialised torch.distributed (or of one of its groups), on communicators of their own.
 
         Args:
             process_group: None means all ranks of the job.
             timeout: seconds that one collective may wait for the other ranks.
-            shared_memory: as for ``init``.
+            shared_memory, interfaces: as for ``init``.
         """
         ranks = dist.get_process_group_ranks(process_group)
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        lane: Lane = TorchLane(ranks, backend, timeout)
-        if shared_memory:
-            lane = with_shared_memory(lane, timeout)
         topology = detect()
         if topology.size != dist.get_world_size():  # torch was initialised by hand, without a launcher
             topology = Topology(dist.get_rank(), dist.get_world_size(), host=topology.host, launcher="torch")
-        return cls(lane, topology)
+        store = dist.distributed_c10d._get_default_store()
+        return connect(
+            store, dist.get_rank(), ranks, topology=topology, timeout=timeout, shared_memory=shared_memory,
+            interfaces=interfaces,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, size={self.size}, host={self.host!r})"
@@ -74,9 +86,49 @@ class Group:
         """Itself: a copied module works with the same ranks."""
         return self
 
-    def new_lane(self) -> Lane:
-        """A further communicator of these ranks, for use by another thread. Collective."""
-        return self._lane.clone()
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Number in the whole job of each rank of this group."""
+        return self._lane.ranks
+
+    @property
+    def interfaces(self) -> tuple[str, ...]:
+        """Network interfaces of this host that were asked for."""
+        return self._ways.interfaces if self._ways is not None else ()
+
+    @property
+    def watch(self) -> Watch | None:
+        """Tells which ranks are gone, where ranks are processes."""
+        return self._ways.watch if self._ways is not None else None
+
+    def hosts(self) -> list[list[int]]:
+        """Collective: the ranks of each host, hosts in the order of their first ranks."""
+        host = self._ways.host if self._ways is not None else self.host
+        found: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(self.all_gather_json(host)):
+            found.setdefault(theirs, []).append(rank)
+        return list(found.values())
+
+    def new_lane(self, route: Route = "auto") -> Lane:
+        """A further communicator of these ranks, for use by another thread. Collective.
+
+        Args:
+            route: see ``hybridpar.comm.compose.compose``.
+        """
+        if self._parent is None or self._ways is None:
+            return self._lane.clone()
+        return compose(self._parent, self._ways, route)
+
+    def split(self, members: Sequence[int]) -> Group:
+        """The group of some of these ranks, numbered in the order given. Collective over them, of which this is one."""
+        chosen = list(members)
+        if len(set(chosen)) != len(chosen) or self.rank not in chosen or not set(chosen) <= set(range(self.size)):
+            raise ValueError(
+                f"split: expected different ranks below {self.size}, {self.rank} (this one) among them, got {chosen}"
+            )
+        if self._parent is None or self._ways is None:
+            return Group(self._lane.split(chosen), self.topology)
+        return Group.over(self._parent.split(chosen), self._ways, topology=self.topology)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         """Reduce ``tensor`` (contiguous, any shape) over the ranks, in place, and return it."""
@@ -136,6 +188,8 @@ class Group:
     def close(self) -> None:
         """Free the communicators. Collective where the library demands it."""
         self._lane.close()
+        if self._parent is not None and self._parent is not self._lane:
+            self._parent.close()
 
     def _checked_sizes(self, sizes: Sequence[int] | None, default: int) -> list[int]:
         if sizes is None:
@@ -145,14 +199,74 @@ class Group:
         return list(sizes)
 
 
-def thread_groups(size: int, *, timeout: float = DEFAULT_TIMEOUT) -> list[Group]:
+def connect(
+    store: Store,
+    rank: int,
+    ranks: Sequence[int],
+    *,
+    topology: Topology,
+    timeout: float = DEFAULT_TIMEOUT,
+    shared_memory: bool = True,
+    interfaces: Sequence[str] = (),
+) -> Group:
+    """Collective: a group of ranks that meet at a store, without torch's own process groups.
+
+    Args:
+        store: any of torch's that all of ``ranks`` reach.
+        rank: number of this rank in the job.
+        ranks: numbers of the members, in the order of their ranks in the group.
+        topology: of this rank.
+        timeout, shared_memory, interfaces: as for ``init``.
+
+    Raises:
+        CommunicationError: the others could not be reached in time.
+        ValueError: the ranks have different numbers of interfaces, or one does not exist.
+    """
+    watch = _watch(store, rank, ranks, topology.address)
+    meeting = Meeting(store, rank, timeout, watch, torch.cuda.is_available())
+    parent = TorchLane(meeting, ranks, interfaces[0] if interfaces else None)
+    counts = gather_json(parent, len(interfaces))
+    if len(set(counts)) > 1:
+        raise ValueError(f"interfaces: expected as many on every host, got {counts} on the ranks in order")
+    ways = Ways(host_identity(), timeout, shared_memory, tuple(interfaces), watch)
+    return Group.over(parent, ways, topology=topology)
+
+
+def _watch(store: Store, rank: int, ranks: Sequence[int], hint: str | None) -> Watch:
+    members = ",".join(map(str, ranks))
+    place = PrefixStore(f"hybridpar/watch/{members}", store)
+
+    def exchange(value: Any) -> list[Any]:
+        # Members meet in the same order everywhere, so each counts for itself.
+        number = place.add(str(rank), 1)
+        place.set(f"{number}/{rank}", json.dumps(value))
+        return [json.loads(place.get(f"{number}/{other}")) for other in ranks]
+
+    try:
+        return Watch(rank, ranks, exchange, hint)
+    except RuntimeError as error:
+        raise CommunicationError(str(error), rank=rank, operation="init", tensor="nothing") from error
+
+
+def thread_groups(size: int, *, timeout: float = DEFAULT_TIMEOUT, hosts: int = 1) -> list[Group]:
     """Groups for ``size`` ranks that are threads of this process: thread r uses element r. CPU tensors only.
 
     If a thread leaves early, call ``abort_thread_group`` so that the others raise at once.
+
+    Args:
+        timeout: seconds that one collective may wait for the other ranks.
+        hosts: how many hosts the ranks believe to be on, so that routes can be tried out.
     """
     hub = ThreadHub(size, timeout)
-    host = socket.gethostname()
-    return [Group(ThreadLane(hub, rank), Topology(rank, size, rank, size, host, "threads")) for rank in range(size)]
+    per_host = -(-size // hosts)
+    groups = []
+    for rank in range(size):
+        lane = ThreadLane(hub, rank)
+        host = f"{socket.gethostname()}-{rank // per_host}" if hosts > 1 else socket.gethostname()
+        local_size = min(per_host, size - rank // per_host * per_host)
+        topology = Topology(rank, size, rank % per_host, local_size, host, "threads")
+        groups.append(Group(lane, topology, parent=lane, ways=Ways(host, timeout, shared_memory=False)))
+    return groups
 
 
 def abort_thread_group(group: Group) -> None:
@@ -162,7 +276,7 @@ def abort_thread_group(group: Group) -> None:
     group._lane.abort()
 
 
-def init(*, timeout: float = DEFAULT_TIMEOUT, shared_memory: bool = True) -> Group:
+def init(*, timeout: float = DEFAULT_TIMEOUT, shared_memory: bool = True, interfaces: Sequence[str] = ()) -> Group:
     """The group of all ranks of this job, under torchrun, mpirun or Slurm, or alone.
 
     Adopts a torch.distributed that is already initialised. Otherwise, under a launcher, initialises it, with gloo for
@@ -170,15 +284,17 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, shared_memory: bool = True) -> Gro
 
     Args:
         timeout: seconds that one collective may wait for the other ranks before it raises.
-        shared_memory: if all ranks are on one host, CPU tensors travel through its shared memory (/dev/shm) and not
-            over gloo. Where there is none, that is logged, and gloo serves.
+        shared_memory: inside a host CPU tensors travel through its shared memory (/dev/shm) and not over gloo. Where
+            there is none, that is logged, and gloo serves.
+        interfaces: names of this host's network interfaces (``eth0``) to use side by side, the same number on every
+            host; without any, gloo chooses one (GLOO_SOCKET_IFNAME, or the one that the host's name stands for).
 
     Raises:
         ValueError: the launcher's variables contradict each other.
         CommunicationError: the other ranks could not be reached in time.
     """
     if dist.is_initialized():
-        return Group.from_torch(timeout=timeout, shared_memory=shared_memory)
+        return Group.from_torch(timeout=timeout, shared_memory=shared_memory, interfaces=interfaces)
     topology = detect()
     if topology.launcher == "alone" or (topology.size == 1 and topology.address is None):
         return Group(AloneLane(), topology)
@@ -200,7 +316,11 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, shared_memory: bool = True) -> Gro
         raise CommunicationError(str(error), rank=topology.rank, operation="init", tensor=where) from error
     # gloo's threads may abort a process that ends with the group still open.
     atexit.register(_shut_down)
-    return Group(Group.from_torch(timeout=timeout, shared_memory=shared_memory)._lane, topology)
+    store = dist.distributed_c10d._get_default_store()
+    return connect(
+        store, topology.rank, range(topology.size), topology=topology, timeout=timeout, shared_memory=shared_memory,
+        interfaces=interfaces,
+    )  # fmt: skip
 
 
 def _shut_down() -> None:

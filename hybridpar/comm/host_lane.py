@@ -18,8 +18,8 @@ _LOG = logging.getLogger(__name__)
 class HostLane(Lane):
     """Two lanes of the same ranks, of which each tensor takes one by its device and dtype, equal on all ranks."""
 
-    def __init__(self, shared: Lane, other: Lane) -> None:
-        self.rank, self.size = shared.rank, shared.size
+    def __init__(self, shared: ShmLane, other: Lane) -> None:
+        self.rank, self.size, self.ranks = shared.rank, shared.size, shared.ranks
         self._shared, self._other = shared, other
 
     def _lane_of(self, tensor: Tensor) -> Lane:
@@ -40,17 +40,16 @@ class HostLane(Lane):
     def barrier(self) -> None:
         self._shared.barrier()
 
-    def clone(self) -> Lane:
-        other = self._other.clone()
-        try:
-            return HostLane(self._shared.clone(), other)
-        except OSError as error:
-            _log_missing(str(error))
-            return other
+    def split(self, members: Sequence[int]) -> Lane:
+        return with_shared_memory(self._other.split(members), self._shared.timeout)
 
     def close(self) -> None:
         self._shared.close()
         self._other.close()
+
+    def abort(self) -> None:
+        self._shared.abort()
+        self._other.abort()
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type == "cpu" and dtype in DTYPES:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridpar.comm.errors import CommunicationError
@@ -24,10 +23,16 @@ Op = Literal["sum", "max", "min"]
 
 
 class Lane(ABC):
-    """One ordered communicator between ``size`` ranks, seen from ``rank``."""
+    """One ordered communicator between ``size`` ranks, seen from ``rank``.
+
+    Attributes:
+        rank, size: this rank in [0, size), and the number of ranks.
+        ranks: the number of every member in the whole job. Errors call ranks by these.
+    """
 
     rank: int
     size: int
+    ranks: tuple[int, ...]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Lane:
         """Itself: a copied module works with the same ranks."""
@@ -39,11 +44,17 @@ class Lane(ABC):
 
     @abstractmethod
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """Fill ``outputs[r]`` with the tensor of rank r. Sizes may differ between ranks and may be zero."""
+        """Fill ``outputs[r]`` with the tensor of rank r. Sizes may differ between ranks and may be zero.
+
+        ``tensor`` may be ``outputs[rank]`` itself.
+        """
 
     @abstractmethod
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
-        """Fill ``output`` with the sum over the ranks of their ``inputs[rank]``. Sizes as for ``all_gather``."""
+        """Fill ``output`` with the sum over the ranks of their ``inputs[rank]``. Sizes as for ``all_gather``.
+
+        ``output`` may be ``inputs[rank]`` itself; the other inputs stay as they are.
+        """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int) -> None:
@@ -54,12 +65,26 @@ class Lane(ABC):
         """Return when every rank has called."""
 
     @abstractmethod
+    def split(self, members: Sequence[int]) -> Lane:
+        """A further communicator of some ranks of this lane, numbered in the order of ``members``.
+
+        Collective over the members, of which the caller is one; the other ranks know nothing of it.
+        """
+
     def clone(self) -> Lane:
         """A further, independent communicator of the same ranks. Collective."""
+        return self.split(range(self.size))
 
     @abstractmethod
     def close(self) -> None:
         """Free what the lane holds. It may not be used again."""
+
+    def abort(self) -> None:
+        """Make present and later calls fail: this rank cannot go on. The others learn of it as the library can tell.
+
+        From any thread.
+        """
+        self.close()
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Collective: uninitialised memory [numel] on which this lane's ``all_reduce`` is as fast as it can be."""
@@ -70,6 +95,9 @@ class AloneLane(Lane):
     """The lane of a group of one: every collective is the identity."""
 
     rank, size = 0, 1
+
+    def __init__(self, job_rank: int = 0) -> None:
+        self.ranks = (job_rank,)
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
         pass
@@ -86,8 +114,8 @@ class AloneLane(Lane):
     def barrier(self) -> None:
         pass
 
-    def clone(self) -> Lane:
-        return AloneLane()
+    def split(self, members: Sequence[int]) -> Lane:
+        return AloneLane(self.ranks[0])
 
     def close(self) -> None:
         pass
@@ -101,24 +129,24 @@ class ThreadHub:
         self.timeout = timeout
         self.barrier = threading.Barrier(size)
         self.slots: list[object] = [None] * size
-        self._children: list[ThreadHub] = []
+        self._children: dict[tuple[tuple[int, ...], int], ThreadHub] = {}
         self._lock = threading.Lock()
         self._aborted = False
 
-    def child(self, index: int) -> ThreadHub:
-        """The hub of the ``index``-th clone, made by whichever rank asks first."""
+    def child(self, members: tuple[int, ...], number: int) -> ThreadHub:
+        """The hub of the ``number``-th lane split off for ``members``, made by whichever of them asks first."""
         with self._lock:
-            while len(self._children) <= index:
-                self._children.append(ThreadHub(self.size, self.timeout))
+            if (members, number) not in self._children:
+                self._children[members, number] = ThreadHub(len(members), self.timeout)
                 if self._aborted:
-                    self._children[-1].abort()
-            return self._children[index]
+                    self._children[members, number].abort()
+            return self._children[members, number]
 
     def abort(self) -> None:
         """Make every present and later wait of every rank fail at once: one of them has died."""
         with self._lock:
             self._aborted = True
-            children = list(self._children)
+            children = list(self._children.values())
         self.barrier.abort()
         for child in children:
             child.abort()
@@ -130,10 +158,11 @@ _COMBINE: dict[Op, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maxi
 class ThreadLane(Lane):
     """Ranks are threads of one process (CPU tensors). Sums are taken in rank order, so they are reproducible."""
 
-    def __init__(self, hub: ThreadHub, rank: int) -> None:
+    def __init__(self, hub: ThreadHub, rank: int, ranks: Sequence[int] | None = None) -> None:
         self.rank, self.size = rank, hub.size
+        self.ranks = tuple(range(hub.size) if ranks is None else ranks)
         self._hub = hub
-        self._clones = 0
+        self._splits: Counter[tuple[int, ...]] = Counter()
 
     @contextmanager
     def _shared(self, value: object, operation: str, tensor: str) -> Iterator[list[object]]:
@@ -152,7 +181,7 @@ class ThreadLane(Lane):
             self._hub.barrier.wait(self._hub.timeout)
         except threading.BrokenBarrierError:
             reason = f"another rank left, or did not come within {self._hub.timeout:g} s"
-            raise CommunicationError(reason, rank=self.rank, operation=operation, tensor=tensor) from None
+            raise CommunicationError(reason, rank=self.ranks[self.rank], operation=operation, tensor=tensor) from None
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
         combine = _COMBINE[op]
@@ -184,9 +213,11 @@ class ThreadLane(Lane):
     def barrier(self) -> None:
         self._wait("barrier", "nothing")
 
-    def clone(self) -> Lane:
-        self._clones += 1
-        return ThreadLane(self._hub.child(self._clones - 1), self.rank)
+    def split(self, members: Sequence[int]) -> Lane:
+        chosen = tuple(members)
+        self._splits[chosen] += 1
+        hub = self._hub.child(chosen, self._splits[chosen])
+        return ThreadLane(hub, chosen.index(self.rank), [self.ranks[member] for member in chosen])
 
     def close(self) -> None:
         pass
@@ -194,82 +225,6 @@ class ThreadLane(Lane):
     def abort(self) -> None:
         """Make every wait of every rank fail, on this lane and its clones."""
         self._hub.abort()
-
-
-class TorchLane(Lane):
-    """A lane on a torch process group of its own: gloo for CPU tensors, NCCL for CUDA tensors.
-
-    Args:
-        ranks: global ranks of the members, in lane order; all of them construct the lane together.
-        backend: as for ``torch.distributed.new_group``.
-        timeout: seconds that one collective may wait for the other ranks.
-    """
-
-    def __init__(self, ranks: Sequence[int], backend: str, timeout: float) -> None:
-        self._ranks, self._backend, self._timeout = list(ranks), backend, timeout
-        self.size = len(self._ranks)
-        self.rank = self._ranks.index(dist.get_rank())
-        with self._named("new_group", "nothing"):
-            # use_local_synchronization: only the members of the lane need to take part.
-            self._group = dist.new_group(
-                self._ranks, timedelta(seconds=timeout), backend, use_local_synchronization=True
-            )
-
-    @contextmanager
-    def _named(self, operation: str, tensor: Tensor | str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            text = tensor if isinstance(tensor, str) else describe(tensor)
-            raise CommunicationError(str(error), rank=self.rank, operation=operation, tensor=text) from error
-
-    def all_reduce(self, tensor: Tensor, op: Op) -> None:
-        torch_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-        with self._named("all_reduce", tensor):
-            dist.all_reduce(tensor, torch_op, self._group)
-
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        # One broadcast a rank: takes uneven sizes, and beats gloo's own all_gather three to one.
-        outputs[self.rank].copy_(tensor)
-        with self._named("all_gather", tensor):
-            works = [
-                dist.broadcast(output, self._ranks[root], self._group, async_op=True)
-                for root, output in enumerate(outputs)
-                if output.numel()
-            ]
-            for work in works:
-                work.wait()
-
-    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
-        with self._named("reduce_scatter", output):
-            if output.is_cuda and "nccl" in self._backend:
-                dist.reduce_scatter(output, list(inputs), group=self._group)
-            else:
-                self._exchange_and_add(output, inputs)
-
-    def _exchange_and_add(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
-        """gloo: an all-to-all and sums in rank order, half the bytes of gloo's own reduce_scatter."""
-        sent = torch.cat([part.reshape(-1) for part in inputs]).cpu()
-        received = torch.empty(self.size * output.numel(), dtype=sent.dtype)
-        dist.all_to_all_single(
-            received, sent, [output.numel()] * self.size, [part.numel() for part in inputs], self._group
-        )
-        output.view(-1).copy_(received.view(self.size, -1).sum(dim=0))
-
-    def broadcast(self, tensor: Tensor, root: int) -> None:
-        with self._named("broadcast", tensor):
-            dist.broadcast(tensor, self._ranks[root], self._group)
-
-    def barrier(self) -> None:
-        with self._named("barrier", "nothing"):
-            dist.all_reduce(torch.zeros(1), group=self._group)
-
-    def clone(self) -> Lane:
-        return TorchLane(self._ranks, self._backend, self._timeout)
-
-    def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
 
 
 def describe(tensor: Tensor) -> str:

@@ -54,8 +54,9 @@ class ShmLane(Lane):
     """
 
     def __init__(self, parent: Lane, timeout: float, chunk_bytes: int = _CHUNK_BYTES) -> None:
-        self.rank, self.size = parent.rank, parent.size
-        self._timeout, self._chunk_bytes = timeout, chunk_bytes
+        self.rank, self.size, self.ranks = parent.rank, parent.size, parent.ranks
+        self.timeout, self._chunk_bytes = timeout, chunk_bytes
+        self._parent = parent
         own = os.getpid()
         ranks = gather_json(parent, [host_identity(), own, _native.process_start(own)])
         if len(hosts := {host for host, _, _ in ranks}) > 1:
@@ -68,7 +69,7 @@ class ShmLane(Lane):
         address = _bytes_of(self._memory).data_ptr()
         self._native = _native.Communicator(address, self.rank, processes, starts, chunk_bytes, timeout)
         self._allocations = 0
-        self._clones: weakref.WeakSet[ShmLane] = weakref.WeakSet()
+        self._children: weakref.WeakSet[ShmLane] = weakref.WeakSet()
         self._aborted = False
         # At the end of the process, too: a thread inside a call must be out before the interpreter goes.
         self._finalizer = weakref.finalize(self, _leave, self._native, self._memory)
@@ -131,12 +132,13 @@ class ShmLane(Lane):
     def barrier(self) -> None:
         self._call("barrier", None, self._native.barrier)
 
-    def clone(self) -> Lane:
-        clone = ShmLane(self, self._timeout, self._chunk_bytes)
-        self._clones.add(clone)
+    def split(self, members: Sequence[int]) -> Lane:
+        whole = list(members) == list(range(self.size))
+        child = ShmLane(self if whole else self._parent.split(members), self.timeout, self._chunk_bytes)
+        self._children.add(child)
         if self._aborted:
-            clone.abort()
-        return clone
+            child.abort()
+        return child
 
     def close(self) -> None:
         self._finalizer()
@@ -145,8 +147,8 @@ class ShmLane(Lane):
         """Make every present and later call of every rank fail, on this lane and its clones: this rank cannot go on."""
         self._aborted = True
         self._native.abort()
-        for clone in self._clones:
-            clone.abort()
+        for child in self._children:
+            child.abort()
 
     def _call(self, operation: str, tensor: Tensor | None, function: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -156,7 +158,7 @@ class ShmLane(Lane):
 
     def _failure(self, error: RuntimeError, operation: str, tensor: Tensor | None) -> CommunicationError:
         text = "nothing" if tensor is None else describe(tensor)
-        return CommunicationError(str(error), rank=self.rank, operation=operation, tensor=text)
+        return CommunicationError(str(error), rank=self.ranks[self.rank], operation=operation, tensor=text)
 
 
 def _leave(native: _native.Communicator, memory: mmap.mmap) -> None:

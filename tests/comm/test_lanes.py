@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import hybridpar as hp
-from hybridpar.comm.lanes import AloneLane, TorchLane
+from hybridpar.comm.lanes import AloneLane
+from hybridpar.comm.torch_lane import TorchLane
 from tests.comm.lane_contract import CHECKS, Check, LaneContract
 from tests.ranks import run_processes, run_threads
 

@@ -17,7 +17,8 @@ import hybridpar as hp
 from hybridpar.comm import host_lane
 from hybridpar.comm.engine import Engine
 from hybridpar.comm.host_lane import HostLane, with_shared_memory
-from hybridpar.comm.lanes import AloneLane, Lane, TorchLane
+from hybridpar.comm.lanes import AloneLane, Lane
+from hybridpar.comm.torch_lane import TorchLane
 from hybridpar.comm.shm_lane import ShmLane
 from tests.comm.lane_contract import CHECKS, Check, LaneContract
 from tests.ranks import run_processes, run_shared_threads, run_threads
