@@ -37,12 +37,13 @@ class Ways:
     watch: Watch | None = None
 
 
-def compose(parent: Lane, ways: Ways, route: Route = "auto") -> Lane:
+def compose(parent: Lane, ways: Ways, route: Route = "auto", *, host_of: Sequence[str] | None = None) -> Lane:
     """Collective: a new lane of the parent's ranks.
 
     Args:
         parent: over which the ranks meet; it is left as it is.
         ways: of this rank.
+        host_of: what every rank has as ``ways.host``, where that is known already.
         route: ``flat``: one communicator of all ranks. ``striped``: several of them side by side, one for each
             interface. ``hierarchical``: inside the hosts, then across (on all interfaces), then inside again.
             ``auto``: hierarchical where some host has several ranks and there are several hosts; striped where there
@@ -53,7 +54,8 @@ def compose(parent: Lane, ways: Ways, route: Route = "auto") -> Lane:
     """
     if route not in ROUTES:
         raise ValueError(f"route: expected one of {', '.join(ROUTES)}, got {route!r}")
-    return _compose(parent, range(parent.size), gather_json(parent, ways.host), ways, route)
+    host_of = gather_json(parent, ways.host) if host_of is None else host_of
+    return _compose(parent, range(parent.size), host_of, ways, route)
 
 
 def _compose(parent: Lane, members: Sequence[int], host_of: Sequence[str], ways: Ways, route: Route) -> Lane:

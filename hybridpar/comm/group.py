@@ -6,7 +6,7 @@ import atexit
 import json
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -28,20 +28,38 @@ from hybridpar.topology import Topology, detect, host_identity
 DEFAULT_TIMEOUT = 300.0
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What further lanes of a group are made from: one over which its ranks meet, what hosts offer, where ranks are."""
+
+    parent: Lane
+    ways: Ways
+    host_of: Sequence[str]
+
+    def compose(self, route: Route) -> Lane:
+        """Collective: a new lane of these ranks."""
+        return compose(self.parent, self.ways, route, host_of=self.host_of)
+
+
 class Group:
     """The ranks that work together. Every collective must be called by all of them, in the same order.
 
     Attributes:
         rank, size: this rank in [0, size), and the number of ranks.
+        ranks: number of each rank in the whole job.
+        hosts: the ranks of each host, hosts in the order of their first ranks.
         local_rank, host, topology: where this rank runs.
     """
 
-    def __init__(self, lane: Lane, topology: Topology, *, parent: Lane | None = None, ways: Ways | None = None) -> None:
-        self._lane = lane
-        self._parent, self._ways = parent, ways
+    def __init__(self, lane: Lane, topology: Topology, origin: Origin | None = None) -> None:
+        self._lane, self._origin = lane, origin
         self.topology = topology
-        self.rank, self.size = lane.rank, lane.size
+        self.rank, self.size, self.ranks = lane.rank, lane.size, lane.ranks
         self.local_rank, self.host = topology.local_rank, topology.host
+        hosts: dict[str, list[int]] = {}
+        for rank in range(self.size):
+            hosts.setdefault("" if origin is None else origin.host_of[rank], []).append(rank)
+        self.hosts = list(hosts.values())
 
     @classmethod
     def alone(cls) -> Group:
@@ -51,7 +69,8 @@ class Group:
     @classmethod
     def over(cls, parent: Lane, ways: Ways, *, topology: Topology) -> Group:
         """Collective: the ranks of ``parent``, on the lane that serves them best."""
-        return cls(compose(parent, ways), topology, parent=parent, ways=ways)
+        origin = Origin(parent, ways, gather_json(parent, ways.host))
+        return cls(origin.compose("auto"), topology, origin)
 
     @classmethod
     def from_torch(
@@ -87,27 +106,14 @@ class Group:
         return self
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """Number in the whole job of each rank of this group."""
-        return self._lane.ranks
-
-    @property
     def interfaces(self) -> tuple[str, ...]:
         """Network interfaces of this host that were asked for."""
-        return self._ways.interfaces if self._ways is not None else ()
+        return () if self._origin is None else self._origin.ways.interfaces
 
     @property
     def watch(self) -> Watch | None:
         """Tells which ranks are gone, where ranks are processes."""
-        return self._ways.watch if self._ways is not None else None
-
-    def hosts(self) -> list[list[int]]:
-        """Collective: the ranks of each host, hosts in the order of their first ranks."""
-        host = self._ways.host if self._ways is not None else self.host
-        found: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(self.all_gather_json(host)):
-            found.setdefault(theirs, []).append(rank)
-        return list(found.values())
+        return None if self._origin is None else self._origin.ways.watch
 
     def new_lane(self, route: Route = "auto") -> Lane:
         """A further communicator of these ranks, for use by another thread. Collective.
@@ -115,9 +121,7 @@ class Group:
         Args:
             route: see ``hybridpar.comm.compose.compose``.
         """
-        if self._parent is None or self._ways is None:
-            return self._lane.clone()
-        return compose(self._parent, self._ways, route)
+        return self._lane.clone() if self._origin is None else self._origin.compose(route)
 
     def split(self, members: Sequence[int]) -> Group:
         """The group of some of these ranks, numbered in the order given. Collective over them, of which this is one."""
@@ -126,9 +130,9 @@ class Group:
             raise ValueError(
                 f"split: expected different ranks below {self.size}, {self.rank} (this one) among them, got {chosen}"
             )
-        if self._parent is None or self._ways is None:
+        if self._origin is None:
             return Group(self._lane.split(chosen), self.topology)
-        return Group.over(self._parent.split(chosen), self._ways, topology=self.topology)
+        return Group.over(self._origin.parent.split(chosen), self._origin.ways, topology=self.topology)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         """Reduce ``tensor`` (contiguous, any shape) over the ranks, in place, and return it."""
@@ -188,8 +192,8 @@ class Group:
     def close(self) -> None:
         """Free the communicators. Collective where the library demands it."""
         self._lane.close()
-        if self._parent is not None and self._parent is not self._lane:
-            self._parent.close()
+        if self._origin is not None:
+            self._origin.parent.close()
 
     def _checked_sizes(self, sizes: Sequence[int] | None, default: int) -> list[int]:
         if sizes is None:
@@ -259,13 +263,13 @@ def thread_groups(size: int, *, timeout: float = DEFAULT_TIMEOUT, hosts: int = 1
     """
     hub = ThreadHub(size, timeout)
     per_host = -(-size // hosts)
+    host_of = [socket.gethostname() + f"-{rank // per_host}" * (hosts > 1) for rank in range(size)]
     groups = []
-    for rank in range(size):
+    for rank, host in enumerate(host_of):
         lane = ThreadLane(hub, rank)
-        host = f"{socket.gethostname()}-{rank // per_host}" if hosts > 1 else socket.gethostname()
-        local_size = min(per_host, size - rank // per_host * per_host)
-        topology = Topology(rank, size, rank % per_host, local_size, host, "threads")
-        groups.append(Group(lane, topology, parent=lane, ways=Ways(host, timeout, shared_memory=False)))
+        topology = Topology(rank, size, rank % per_host, host_of.count(host), host, "threads")
+        origin = Origin(lane, Ways(host, timeout, shared_memory=False), host_of)
+        groups.append(Group(lane, topology, origin))
     return groups
 
 

@@ -81,7 +81,8 @@ class TorchLane(Lane):
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
         with self._named("all_reduce", tensor):
-            if tensor.dtype in _HALF and tensor.is_cpu and op == "sum":
+            # gloo rounds after every addition. With two ranks there is only one.
+            if tensor.dtype in _HALF and tensor.is_cpu and op == "sum" and self.size > 2:
                 self._exchange_add_gather(tensor)
                 return
             options = dist.AllreduceOptions()
@@ -138,7 +139,7 @@ class TorchLane(Lane):
         return backend.broadcast([tensor], options)
 
     def _exchange_add_gather(self, tensor: Tensor) -> None:
-        """All-reduce of a half type. gloo would round after every addition; here the sum is rounded once."""
+        """All-reduce whose sum is rounded once."""
         parts = tensor.view(-1).tensor_split(self.size)
         self._exchange_and_add(parts[self.rank], tensor.view(-1), [part.numel() for part in parts])
         works = [self._sent(self._gloo, part, root) for root, part in enumerate(parts) if part.numel()]
