@@ -27,8 +27,8 @@
 // list has the same meaning on all ranks, and a rank whose own part is empty has no address for it.
 //
 // The first wait says that every bucket is ready to be read. Then a rank writes only what no other rank reads: its
-// slice of every bucket (all_reduce), its own part of its own bucket (reduce_scatter), the others' parts of its own
-// bucket (all_gather). The last wait says that nobody reads or writes this rank's bucket any more, so that the caller
+// slice of every bucket (all_reduce), its own part of its own bucket (reduce_scatter), copies of its share of the whole
+// (all_gather). The last wait says that nobody reads or writes this rank's bucket any more, so that the caller
 // may write into it.
 
 namespace hybridpar {
@@ -330,7 +330,8 @@ void Communicator::all_gather(const std::vector<void *> &outputs, const std::vec
         });
 }
 
-// Note [buckets]: each rank copies the others' parts from their buckets into its own.
+// Note [buckets]: each rank copies an equal share of the whole, whoever has it, into all the other buckets. So it is
+// read once, and ranks without a part do as much as those that have one.
 void Communicator::gather_in_place(const Place &place, const std::vector<std::int64_t> &bytes, const void *input) {
     const std::size_t rank = board_.rank(), size = board_.size();
     std::byte *mine = place.of(rank) + sum_of(bytes, rank);
@@ -338,10 +339,15 @@ void Communicator::gather_in_place(const Place &place, const std::vector<std::in
     board_.publish();
     board_.await_all(board_.step());
     check_agreement();
-    for (std::size_t i = 1; i < size; ++i) {
-        const std::size_t peer = (rank + i) % size;
-        const std::int64_t begin = sum_of(bytes, peer);
-        fetch_items(place.of(rank) + begin, place.of(peer) + begin, bytes[peer]);
+    const Range share = slice(sum_of(bytes, size), rank, size, 1);
+    Range part{0, 0};
+    for (std::size_t owner = 0; owner < size; ++owner) {
+        part = {part.end, part.end + bytes[owner]};
+        const Range own = {std::max(share.begin, part.begin), std::min(share.end, part.end)};
+        std::size_t others = 0;
+        for (std::size_t peer = 0; peer < size; ++peer)
+            if (peer != owner) targets_[others++] = place.of(peer) + own.begin;
+        if (own.length() > 0) spread(targets_.data(), others, place.of(owner) + own.begin, own.length());
     }
     board_.publish();
     board_.await_all(board_.step());
