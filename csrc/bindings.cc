@@ -1,9 +1,11 @@
 #include <atomic>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
 
 #include "check.h"
 #include "pack.h"
@@ -121,13 +123,14 @@ void raise_pending_signals() {
 }
 
 void make_shared_memory(SharedMemory *self, std::uintptr_t memory, std::size_t rank, const Int64s &processes,
-                        const Int64s &starts, std::size_t chunk_bytes, double timeout) {
-    check(processes.shape(0) == starts.shape(0), "expected a start time for each of ", processes.shape(0),
-          " processes, got ", starts.shape(0));
-    std::vector<Process> known(processes.shape(0));
-    for (std::size_t i = 0; i < known.size(); ++i)
-        known[i] = {processes.data()[i], starts.data()[i]};
-    new (self) SharedMemory{{reinterpret_cast<std::byte *>(memory), rank, std::move(known), chunk_bytes, timeout}};
+                        const Int64s &starts, const Int64s &job_ranks, std::size_t chunk_bytes, double timeout) {
+    const std::size_t size = processes.shape(0);
+    check(starts.shape(0) == size && job_ranks.shape(0) == size, "expected a start time and a job rank for each of ",
+          size, " processes, got ", starts.shape(0), " and ", job_ranks.shape(0));
+    std::vector<Member> members(size);
+    for (std::size_t i = 0; i < size; ++i)
+        members[i] = {processes.data()[i], starts.data()[i], job_ranks.data()[i]};
+    new (self) SharedMemory{{reinterpret_cast<std::byte *>(memory), rank, std::move(members), chunk_bytes, timeout}};
     self->communicator.set_poll(raise_pending_signals);
 }
 
@@ -137,7 +140,7 @@ void bind_shared_memory(nb::module_ &module) {
 
     nb::class_<SharedMemory>(module, "Communicator")
         .def("__init__", &make_shared_memory, "memory"_a, "rank"_a, "processes"_a.noconvert(), "starts"_a.noconvert(),
-             "chunk_bytes"_a, "timeout"_a)
+             "job_ranks"_a.noconvert(), "chunk_bytes"_a, "timeout"_a)
         .def(
             "all_reduce",
             [](SharedMemory &self, std::uintptr_t data, std::int64_t count, std::int64_t dtype,
@@ -188,7 +191,8 @@ void bind_shared_memory(nb::module_ &module) {
                 self.communicator.drop_buckets(reinterpret_cast<const std::byte *>(base));
             },
             "base"_a)
-        .def("abort", [](SharedMemory &self) { self.communicator.abort(); })
+        .def(
+            "abort", [](SharedMemory &self, const std::string &why) { self.communicator.abort(why); }, "why"_a)
         .def("leave", [](SharedMemory &self) { self.call([](Communicator &c) { c.leave(); }); })
         .def_prop_ro("calls_inside", [](const SharedMemory &self) { return self.inside.load(); });
 }

@@ -1,5 +1,6 @@
 #include "board.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <climits>
@@ -20,6 +21,11 @@
 #include "check.h"
 
 namespace hybridpar {
+namespace {
+
+constexpr std::size_t kWhyBytes = 384;
+
+}
 
 struct alignas(128) Board::State {
     std::atomic<std::uint32_t> step;
@@ -28,6 +34,8 @@ struct alignas(128) Board::State {
     std::uint32_t unused;
     // In the same cache line as the step, so that reading both costs one transfer between cores.
     Announcement announcements[2];
+    // Why this rank gave up, written once, before the loss.
+    alignas(128) char why[kWhyBytes];
 };
 
 struct alignas(128) Board::Shared {
@@ -109,13 +117,13 @@ std::int64_t process_start(std::int64_t id) {
 }
 
 std::size_t board_bytes(std::size_t size) {
-    return 128 * (size + 1); // as State and Shared say, checked in the constructor
+    return 128 + (128 + kWhyBytes) * size; // as State and Shared say, checked in the constructor
 }
 
-Board::Board(std::byte *memory, std::size_t rank, std::vector<Process> processes, double timeout)
+Board::Board(std::byte *memory, std::size_t rank, std::vector<Member> members, double timeout)
     : shared_(reinterpret_cast<Shared *>(memory)), states_(reinterpret_cast<State *>(memory + sizeof(Shared))),
-      rank_(rank), processes_(std::move(processes)), timeout_(timeout), creator_(getpid()) {
-    static_assert(sizeof(State) == 128 && sizeof(Shared) == 128);
+      rank_(rank), members_(std::move(members)), timeout_(timeout), creator_(getpid()) {
+    static_assert(sizeof(State) == 128 + kWhyBytes && sizeof(Shared) == 128);
     check(rank_ < size(), "expected a rank below ", size(), ", got ", rank_);
     // Spinning helps only while the rank that is waited for has a core of its own.
     spins_ = size() <= std::thread::hardware_concurrency() ? 1000 : 10;
@@ -185,16 +193,17 @@ void Board::await_slowly(std::size_t peer, std::uint32_t step) {
         try {
             poll_();
         } catch (...) {
-            note_loss(Loss::aborted, rank_); // in the middle of a collective: nothing more can be sent
+            abort("interrupted"); // in the middle of a collective: nothing more can be sent
             throw;
         }
     }
 }
 
 bool Board::is_gone(std::size_t peer) const {
-    if (processes_[peer].id == creator_) return false;
-    const std::int64_t start = process_start(processes_[peer].id);
-    return start == 0 || (start > 0 && processes_[peer].start > 0 && start != processes_[peer].start);
+    const Member &member = members_[peer];
+    if (member.process == creator_) return false;
+    const std::int64_t start = process_start(member.process);
+    return start == 0 || (start > 0 && member.start > 0 && start != member.start);
 }
 
 void Board::check_alive() {
@@ -217,8 +226,15 @@ void Board::disagree(const std::string &reason) {
     throw Failure(reason);
 }
 
-void Board::abort() {
-    if (is_own_process() && !leaving_.load()) note_loss(Loss::aborted, rank_);
+void Board::abort(const std::string &why) {
+    if (!is_own_process() || leaving_.load()) return;
+    const std::lock_guard<std::mutex> lock(abort_mutex_);
+    if (shared_->loss.load() != 0) return;
+    std::size_t length = std::min(why.size(), kWhyBytes - 1); // zero behind it, as all memory at first
+    while (length < why.size() && length > 0 && (why[length] & 0xc0) == 0x80)
+        --length; // not within a character of UTF-8
+    std::memcpy(states_[rank_].why, why.data(), length);
+    note_loss(Loss::aborted, rank_);
 }
 
 void Board::leave() {
@@ -249,7 +265,10 @@ void Board::fail(Loss loss, std::size_t culprit) {
 std::string Board::reason(Loss loss, std::size_t culprit) const {
     std::ostringstream text;
     switch (loss) {
-    case Loss::aborted: text << "another rank left: " << name(culprit) << " gave up"; break;
+    case Loss::aborted:
+        text << "another rank left: " << name(culprit) << " cannot go on";
+        if (states_[culprit].why[0] != 0) text << ": " << states_[culprit].why;
+        break;
     case Loss::gone:
         text << name(culprit) << " is gone";
         // One of them may have ended because of another.
@@ -264,7 +283,8 @@ std::string Board::reason(Loss loss, std::size_t culprit) const {
 }
 
 std::string Board::name(std::size_t rank) const {
-    return "rank " + std::to_string(rank) + " (process " + std::to_string(processes_[rank].id) + ")";
+    const Member &member = members_[rank];
+    return "rank " + std::to_string(member.job_rank) + " (process " + std::to_string(member.process) + ")";
 }
 
 } // namespace hybridpar

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -24,9 +25,10 @@ struct Announcement {
     }
 };
 
-// A process as the system knows it: process ids are used again, together with the start time they are not.
-struct Process {
-    std::int64_t id, start;
+// One of the ranks: its process as the system knows it (process ids are used again, together with the start time they
+// are not), and its number in the whole job, by which errors name it.
+struct Member {
+    std::int64_t process, start, job_rank;
 };
 
 // When a process started, in clock ticks since boot; 0 if it is gone or dead, -1 where the system does not say.
@@ -47,13 +49,13 @@ class Board {
   public:
     // `memory` is shared by all ranks, aligned to 128 bytes, board_bytes(size) long and zero before the first rank
     // came.
-    Board(std::byte *memory, std::size_t rank, std::vector<Process> processes, double timeout);
+    Board(std::byte *memory, std::size_t rank, std::vector<Member> members, double timeout);
 
     std::size_t rank() const {
         return rank_;
     }
     std::size_t size() const {
-        return processes_.size();
+        return members_.size();
     }
 
     // The last step that this rank has published.
@@ -76,7 +78,10 @@ class Board {
     const Announcement &announced(std::size_t rank) const;
     // Makes this and every later wait of every rank fail.
     [[noreturn]] void disagree(const std::string &reason);
-    void abort();
+    // The same from any thread. The other ranks' errors say why; a long text is cut off.
+    void abort(const std::string &why);
+    // "rank 5 (process 1234)"
+    std::string name(std::size_t rank) const;
     // This rank will not come again; its own waits fail, too.
     void leave();
     // Called now and then by waits that sleep, on the main thread only; may throw.
@@ -97,18 +102,18 @@ class Board {
     void note_loss(Loss loss, std::size_t culprit);
     [[noreturn]] void fail(Loss loss, std::size_t culprit);
     std::string reason(Loss loss, std::size_t culprit) const;
-    std::string name(std::size_t rank) const;
 
     Shared *shared_;
     State *states_;
     std::size_t rank_;
-    std::vector<Process> processes_;
+    std::vector<Member> members_;
     double timeout_;
     int spins_;
     std::int64_t creator_;
     std::uint32_t step_ = 0;
     std::uint32_t collective_ = 0;
     std::atomic<bool> leaving_{false};
+    std::mutex abort_mutex_;
     std::function<void()> poll_;
 };
 

@@ -142,6 +142,15 @@ HYBRIDPAR_CLONES void copy_shared(void *target, const void *source, std::size_t 
     std::memcpy(to + done, from + done, bytes - done);
 }
 
+void spread(void *const *targets, std::size_t target_count, const void *source, std::size_t bytes) {
+    constexpr std::size_t step = 4096; // which the first-level cache keeps from one target to the next
+    for (std::size_t begin = 0; begin < bytes; begin += step) {
+        const auto *from = static_cast<const std::byte *>(source) + begin;
+        for (std::size_t t = 0; t < target_count; ++t)
+            copy_shared(static_cast<std::byte *>(targets[t]) + begin, from, std::min(step, bytes - begin));
+    }
+}
+
 void reduce(const void *const *sources, std::size_t source_count, void *const *targets, std::size_t target_count,
             std::int64_t count, DType dtype, Reduction reduction) {
     kReduce[static_cast<std::size_t>(reduction)][static_cast<std::size_t>(dtype)](sources, source_count, targets,

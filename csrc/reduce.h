@@ -23,4 +23,7 @@ void reduce(const void *const *sources, std::size_t source_count, void *const *t
 // every line there; plain loads let the core fetch ahead.
 void copy_shared(void *target, const void *source, std::size_t bytes);
 
+// The same into several targets, reading the source once.
+void spread(void *const *targets, std::size_t target_count, const void *source, std::size_t bytes);
+
 } // namespace hybridpar

@@ -20,6 +20,17 @@
 // c + 1, all have published B of c - 2, so none reads the staged chunk c - 2 or one before it any more; when it
 // writes the result of c, all have published A of c, so none reads the result of c - 3 or one before it any more.
 
+// Note [buckets]
+// Where the data of all ranks lies in their buckets, nothing is staged: ranks read each other's buckets. A rank finds
+// that from its own addresses alone, and announces the place with the collective; ranks that do not all name the same
+// place all throw. Gathering and scattering know a bucket by the list of parts, whatever the single tensor is: only the
+// list has the same meaning on all ranks, and a rank whose own part is empty has no address for it.
+//
+// The first wait says that every bucket is ready to be read. Then a rank writes only what no other rank reads: its
+// slice of every bucket (all_reduce), its own part of its own bucket (reduce_scatter), copies of its share of the whole
+// (all_gather). The last wait says that nobody reads or writes this rank's bucket any more, so that the caller
+// may write into it.
+
 namespace hybridpar {
 namespace {
 
@@ -62,9 +73,35 @@ void copy_items(std::byte *target, const std::byte *source, std::int64_t count, 
     if (count > 0) std::memcpy(target, source, static_cast<std::size_t>(count) * item);
 }
 
-// The same from another rank's slot.
+// The same from memory that another rank has written.
 void fetch_items(std::byte *target, const std::byte *source, std::int64_t count, std::size_t item = 1) {
     if (count > 0) copy_shared(target, source, static_cast<std::size_t>(count) * item);
+}
+
+std::int64_t sum_of(const std::vector<std::int64_t> &sizes, std::size_t length) {
+    return std::accumulate(sizes.begin(), sizes.begin() + static_cast<std::ptrdiff_t>(length), std::int64_t{0});
+}
+
+// Tells lists of sizes apart, in 40 bits (FNV-1a).
+std::uint64_t fingerprint(const std::vector<std::int64_t> &sizes) {
+    std::uint64_t hash = 0xcbf29ce484222325;
+    for (const std::int64_t size : sizes)
+        hash = (hash ^ static_cast<std::uint64_t>(size)) * 0x100000001b3;
+    return hash >> 24;
+}
+
+// Where parts that lie one behind the other begin, else null. Empty ones may be anywhere.
+template <typename Pointer>
+const std::byte *joined(const std::vector<Pointer> &parts, const std::vector<std::int64_t> &counts, std::size_t item) {
+    const std::byte *begin = nullptr, *end = nullptr;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+        if (counts[i] == 0) continue;
+        const auto *part = static_cast<const std::byte *>(parts[i]);
+        if (begin == nullptr) begin = part;
+        if (end != nullptr && part != end) return nullptr;
+        end = part + counts[i] * item;
+    }
+    return begin;
 }
 
 } // namespace
@@ -74,9 +111,9 @@ std::size_t communicator_bytes(std::size_t size, std::size_t chunk_bytes) {
     return round_up(board_bytes(size), kPage) + size * kSlots * (chunk_bytes + slice_bytes);
 }
 
-Communicator::Communicator(std::byte *memory, std::size_t rank, std::vector<Process> processes, std::size_t chunk_bytes,
+Communicator::Communicator(std::byte *memory, std::size_t rank, std::vector<Member> members, std::size_t chunk_bytes,
                            double timeout)
-    : board_(memory, rank, std::move(processes), timeout), chunk_bytes_(chunk_bytes) {
+    : board_(memory, rank, std::move(members), timeout), chunk_bytes_(chunk_bytes) {
     const std::size_t size = board_.size();
     check(chunk_bytes_ % 128 == 0 && chunk_bytes_ >= 128 * size, "expected chunks of a multiple of 128 bytes, ",
           128 * size, " at least, got ", chunk_bytes_);
@@ -100,18 +137,21 @@ std::unique_lock<std::mutex> Communicator::enter() {
     return std::unique_lock<std::mutex>(mutex_);
 }
 
-void Communicator::begin(Kind kind, std::int64_t count, DType dtype, Reduction reduction, std::size_t root,
+void Communicator::begin(Kind kind, std::int64_t count, DType dtype, Reduction reduction, std::uint64_t detail,
                          std::uint64_t place) {
     const auto what = static_cast<std::uint64_t>(kind) | static_cast<std::uint64_t>(dtype) << 8 |
-                      static_cast<std::uint64_t>(reduction) << 16 | static_cast<std::uint64_t>(root) << 24;
+                      static_cast<std::uint64_t>(reduction) << 16 | detail << 24;
     board_.announce({what, static_cast<std::uint64_t>(count), place});
 }
 
 void Communicator::check_agreement() {
     const std::size_t other = board_.first_disagreeing();
     if (other == board_.size()) return;
-    board_.disagree("the ranks do different things: " + describe(board_.announced(board_.rank())) + " here, " +
-                    describe(board_.announced(other)) + " on rank " + std::to_string(other) +
+    const Announcement &ours = board_.announced(board_.rank()), &others = board_.announced(other);
+    const std::string mine = describe(ours), theirs = describe(others);
+    const char *beyond = ours.place == others.place ? ", in parts of other sizes" : ", at another place";
+    board_.disagree("the ranks do different things: " + mine + " here, " + theirs + " on " + board_.name(other) +
+                    (mine == theirs ? beyond : "") +
                     "; call the same collectives in the same order, with equal sizes, on every rank");
 }
 
@@ -125,7 +165,7 @@ std::string Communicator::describe(const Announcement &announcement) const {
     if (kind == Kind::barrier) return text.str();
     if (kind == Kind::all_reduce) text << " (" << reductions[announcement.what >> 16 & 0xff] << ")";
     text << " of " << announcement.count << ' ' << dtypes[announcement.what >> 8 & 0xff];
-    if (kind == Kind::broadcast) text << " from rank " << (announcement.what >> 24);
+    if (kind == Kind::broadcast) text << " from " << board_.name(announcement.what >> 24);
     if (announcement.place != 0) text << " in a shared bucket";
     return text.str();
 }
@@ -160,17 +200,15 @@ void Communicator::all_reduce(void *data, std::int64_t count, DType dtype, Reduc
     const auto lock = enter();
     auto *bytes = static_cast<std::byte *>(data);
     const std::int64_t total = count * static_cast<std::int64_t>(item_size(dtype));
-    Buckets buckets{};
-    if (const std::byte *base = find_buckets(bytes, total, buckets)) {
-        const std::uint64_t offset = static_cast<std::uint64_t>(bytes - base) - board_.rank() * buckets.stride;
-        begin(Kind::all_reduce, count, dtype, reduction, 0, std::uint64_t{buckets.number} << 40 | offset);
-        if (total <= kSmallBytes) return reduce_staged(bytes, count, dtype, reduction);
-        return reduce_in_place(bytes - board_.rank() * buckets.stride, buckets.stride, count, dtype, reduction);
-    }
-    begin(Kind::all_reduce, count, dtype, reduction, 0, 0);
+    const Place place = find_place(bytes, total);
+    begin(Kind::all_reduce, count, dtype, reduction, 0, place.key);
     // Two ranks that both sum everything save a round; for the half types the sum costs more than the round.
     const bool is_half = dtype == DType::bfloat16 || dtype == DType::float16;
-    if (total <= kSmallBytes || (board_.size() == 2 && !is_half))
+    if (total <= kSmallBytes)
+        reduce_staged(bytes, count, dtype, reduction);
+    else if (place.key != 0)
+        reduce_in_place(place, count, dtype, reduction);
+    else if (board_.size() == 2 && !is_half)
         reduce_staged(bytes, count, dtype, reduction);
     else
         reduce_by_slices(bytes, count, dtype, reduction);
@@ -247,15 +285,14 @@ void Communicator::reduce_by_slices(std::byte *data, std::int64_t count, DType d
     chunk_ += chunks;
 }
 
-// Each rank sums its slice of all ranks' buckets and writes it into all of them.
-void Communicator::reduce_in_place(std::byte *first, std::size_t stride, std::int64_t count, DType dtype,
-                                   Reduction reduction) {
+// Note [buckets]: each rank sums its slice of all ranks' buckets and writes it into all of them.
+void Communicator::reduce_in_place(const Place &place, std::int64_t count, DType dtype, Reduction reduction) {
     const Range own = slice(count, board_.rank(), board_.size(), item_size(dtype));
     board_.publish();
     board_.await_all(board_.step());
     check_agreement();
     for (std::size_t peer = 0; peer < board_.size(); ++peer) {
-        targets_[peer] = first + peer * stride + own.begin * item_size(dtype);
+        targets_[peer] = place.of(peer) + own.begin * item_size(dtype);
         sources_[peer] = targets_[peer];
     }
     reduce(sources_.data(), board_.size(), targets_.data(), board_.size(), own.length(), dtype, reduction);
@@ -271,8 +308,10 @@ void Communicator::all_gather(const std::vector<void *> &outputs, const std::vec
           outputs.size());
     const auto chunk_bytes = static_cast<std::int64_t>(chunk_bytes_);
     const std::int64_t longest = *std::max_element(bytes.begin(), bytes.end());
-    begin(Kind::all_gather, std::accumulate(bytes.begin(), bytes.end(), std::int64_t{0}), DType::uint8, Reduction::sum,
-          0, 0);
+    const std::int64_t total = sum_of(bytes, size);
+    const Place place = find_place(joined(outputs, bytes, 1), total);
+    begin(Kind::all_gather, total, DType::uint8, Reduction::sum, fingerprint(bytes), place.key);
+    if (place.key != 0 && total > kSmallBytes) return gather_in_place(place, bytes, input);
     const auto *mine = static_cast<const std::byte *>(input);
     exchange(
         std::max<std::int64_t>(1, divide_up(longest, chunk_bytes)),
@@ -291,6 +330,29 @@ void Communicator::all_gather(const std::vector<void *> &outputs, const std::vec
         });
 }
 
+// Note [buckets]: each rank copies an equal share of the whole, whoever has it, into all the other buckets. So it is
+// read once, and ranks without a part do as much as those that have one.
+void Communicator::gather_in_place(const Place &place, const std::vector<std::int64_t> &bytes, const void *input) {
+    const std::size_t rank = board_.rank(), size = board_.size();
+    std::byte *mine = place.of(rank) + sum_of(bytes, rank);
+    if (mine != input) copy_items(mine, static_cast<const std::byte *>(input), bytes[rank]);
+    board_.publish();
+    board_.await_all(board_.step());
+    check_agreement();
+    const Range share = slice(sum_of(bytes, size), rank, size, 1);
+    Range part{0, 0};
+    for (std::size_t owner = 0; owner < size; ++owner) {
+        part = {part.end, part.end + bytes[owner]};
+        const Range own = {std::max(share.begin, part.begin), std::min(share.end, part.end)};
+        std::size_t others = 0;
+        for (std::size_t peer = 0; peer < size; ++peer)
+            if (peer != owner) targets_[others++] = place.of(peer) + own.begin;
+        if (own.length() > 0) spread(targets_.data(), others, place.of(owner) + own.begin, own.length());
+    }
+    board_.publish();
+    board_.await_all(board_.step());
+}
+
 void Communicator::reduce_scatter(void *output, const std::vector<const void *> &inputs,
                                   const std::vector<std::int64_t> &counts, DType dtype) {
     const auto lock = enter();
@@ -300,8 +362,10 @@ void Communicator::reduce_scatter(void *output, const std::vector<const void *> 
     // A slot holds a piece for each rank.
     const auto piece_count = static_cast<std::int64_t>(chunk_bytes_ / size / kLine * kLine / item);
     const std::int64_t longest = *std::max_element(counts.begin(), counts.end());
-    begin(Kind::reduce_scatter, std::accumulate(counts.begin(), counts.end(), std::int64_t{0}), dtype, Reduction::sum,
-          0, 0);
+    const std::int64_t total = sum_of(counts, size) * static_cast<std::int64_t>(item);
+    const Place place = find_place(joined(inputs, counts, item), total);
+    begin(Kind::reduce_scatter, sum_of(counts, size), dtype, Reduction::sum, fingerprint(counts), place.key);
+    if (place.key != 0 && total > kSmallBytes) return scatter_in_place(output, place, counts, dtype);
     exchange(
         std::max<std::int64_t>(1, divide_up(longest, piece_count)),
         [&](std::int64_t chunk, std::byte *staged) {
@@ -320,6 +384,21 @@ void Communicator::reduce_scatter(void *output, const std::vector<const void *> 
             void *target = static_cast<std::byte *>(output) + range.begin * item;
             reduce(sources_.data(), size, &target, 1, range.length(), dtype, Reduction::sum);
         });
+}
+
+// Note [buckets]: each rank sums its part of all ranks' buckets.
+void Communicator::scatter_in_place(void *output, const Place &place, const std::vector<std::int64_t> &counts,
+                                    DType dtype) {
+    const std::size_t rank = board_.rank(), size = board_.size();
+    const std::int64_t begin = sum_of(counts, rank) * static_cast<std::int64_t>(item_size(dtype));
+    board_.publish();
+    board_.await_all(board_.step());
+    check_agreement();
+    for (std::size_t peer = 0; peer < size; ++peer)
+        sources_[peer] = place.of(peer) + begin;
+    reduce(sources_.data(), size, &output, 1, counts[rank], dtype, Reduction::sum);
+    board_.publish();
+    board_.await_all(board_.step());
 }
 
 void Communicator::broadcast(void *data, std::int64_t bytes, std::size_t root) {
@@ -351,15 +430,16 @@ void Communicator::drop_buckets(const std::byte *base) {
     buckets_.erase(base);
 }
 
-const std::byte *Communicator::find_buckets(const std::byte *data, std::int64_t bytes, Buckets &found) {
+Communicator::Place Communicator::find_place(const void *data, std::int64_t bytes) {
+    const auto *begin = static_cast<const std::byte *>(data);
     const std::lock_guard<std::mutex> lock(buckets_mutex_);
-    const auto above = buckets_.upper_bound(data);
-    if (above == buckets_.begin()) return nullptr;
+    const auto above = buckets_.upper_bound(begin);
+    if (above == buckets_.begin()) return {};
     const auto &[base, buckets] = *std::prev(above);
     const std::byte *mine = base + board_.rank() * buckets.stride;
-    if (data < mine || data + bytes > mine + buckets.stride) return nullptr;
-    found = buckets;
-    return base;
+    if (begin < mine || begin + bytes > mine + buckets.stride) return {};
+    const std::size_t offset = begin - mine;
+    return {const_cast<std::byte *>(base) + offset, buckets.stride, std::uint64_t{buckets.number} << 40 | offset};
 }
 
 void Communicator::leave() {

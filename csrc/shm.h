@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "board.h"
@@ -22,7 +23,7 @@ class Communicator {
   public:
     // `memory` holds communicator_bytes(...) bytes, zero before the first rank came, aligned to a page.
     // `chunk_bytes`, a multiple of 128, is what a rank stages at a time.
-    Communicator(std::byte *memory, std::size_t rank, std::vector<Process> processes, std::size_t chunk_bytes,
+    Communicator(std::byte *memory, std::size_t rank, std::vector<Member> members, std::size_t chunk_bytes,
                  double timeout);
 
     void all_reduce(void *data, std::int64_t count, DType dtype, Reduction reduction);
@@ -34,14 +35,15 @@ class Communicator {
     void broadcast(void *data, std::int64_t bytes, std::size_t root);
     void barrier();
 
-    // From now on all_reduce works in place on memory in [base, base + size * stride), which every rank has mapped
-    // somewhere: rank r's part begins at base + r * stride. All ranks give it the same number.
+    // From now on memory in [base, base + size * stride) is known as buckets: every rank has it mapped somewhere, and
+    // rank r's bucket begins at base + r * stride. All ranks give it the same number, not zero. Note [buckets].
     void add_buckets(const std::byte *base, std::size_t stride, std::uint32_t number);
     void drop_buckets(const std::byte *base);
 
-    // Makes every rank's present and later calls fail. From any thread.
-    void abort() {
-        board_.abort();
+    // Makes every rank's present and later calls fail, with `why` this rank cannot go on, if it says so. From any
+    // thread.
+    void abort(const std::string &why) {
+        board_.abort(why);
     }
     // The last call: this rank will not come again. Returns when none of its calls is running any more.
     void leave();
@@ -54,20 +56,35 @@ class Communicator {
         std::size_t stride;
         std::uint32_t number;
     };
+    // Memory in this rank's bucket; the same in rank r's is at first + r * stride. The key, equal where ranks name the
+    // same part of the same buckets, is 0 for memory in no bucket.
+    struct Place {
+        std::byte *first = nullptr;
+        std::size_t stride = 0;
+        std::uint64_t key = 0;
+
+        std::byte *of(std::size_t rank) const {
+            return first + rank * stride;
+        }
+    };
     enum class Kind : std::uint8_t { barrier, all_reduce, all_gather, reduce_scatter, broadcast };
 
     // One call at a time; none in a forked child, where the mutex may stay locked for ever.
     std::unique_lock<std::mutex> enter();
-    void begin(Kind kind, std::int64_t count, DType dtype, Reduction reduction, std::size_t root, std::uint64_t place);
+    // `detail`: the root, or what tells lists of sizes apart; 40 bits.
+    void begin(Kind kind, std::int64_t count, DType dtype, Reduction reduction, std::uint64_t detail,
+               std::uint64_t place);
     void check_agreement();
     std::string describe(const Announcement &announcement) const;
     template <typename Fill, typename Drain>
     void exchange(std::int64_t chunks, Fill fill, Drain drain);
     void reduce_staged(std::byte *data, std::int64_t count, DType dtype, Reduction reduction);
     void reduce_by_slices(std::byte *data, std::int64_t count, DType dtype, Reduction reduction);
-    void reduce_in_place(std::byte *first, std::size_t stride, std::int64_t count, DType dtype, Reduction reduction);
-    // The buckets that hold this rank's `data`, or null.
-    const std::byte *find_buckets(const std::byte *data, std::int64_t bytes, Buckets &found);
+    void reduce_in_place(const Place &place, std::int64_t count, DType dtype, Reduction reduction);
+    void gather_in_place(const Place &place, const std::vector<std::int64_t> &bytes, const void *input);
+    void scatter_in_place(void *output, const Place &place, const std::vector<std::int64_t> &counts, DType dtype);
+    // The place of `bytes` bytes in this rank's buckets, if they lie in one.
+    Place find_place(const void *data, std::int64_t bytes);
     std::byte *slot(std::size_t rank, std::uint64_t chunk) const;
     std::byte *result_slot(std::size_t rank, std::uint64_t chunk) const;
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +13,8 @@ from hybridpar.comm.lanes import Lane, Op
 from hybridpar.comm.shm_lane import DTYPES, ShmLane
 
 _LOG = logging.getLogger(__name__)
+_LOGGED: set[str] = set()
+_LOCK = threading.Lock()
 
 
 class HostLane(Lane):
@@ -47,9 +49,9 @@ class HostLane(Lane):
         self._shared.close()
         self._other.close()
 
-    def abort(self) -> None:
-        self._shared.abort()
-        self._other.abort()
+    def abort(self, why: str = "") -> None:
+        self._shared.abort(why)
+        self._other.abort(why)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type == "cpu" and dtype in DTYPES:
@@ -73,6 +75,10 @@ def with_shared_memory(lane: Lane, timeout: float) -> Lane:
     return lane
 
 
-@functools.cache
 def _log_missing(reason: str) -> None:
+    # Ranks may be threads, which functools.cache would let in at the same time.
+    with _LOCK:
+        if reason in _LOGGED:
+            return
+        _LOGGED.add(reason)
     _LOG.warning("CPU tensors take a slower way than shared memory: %s", reason)

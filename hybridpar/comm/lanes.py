@@ -79,10 +79,13 @@ class Lane(ABC):
     def close(self) -> None:
         """Free what the lane holds. It may not be used again."""
 
-    def abort(self) -> None:
-        """Make present and later calls fail: this rank cannot go on. The others learn of it as the library can tell.
+    def abort(self, why: str = "") -> None:
+        """Make present and later calls fail, on all ranks as far as the library can tell them: this one cannot go on.
 
         From any thread.
+
+        Args:
+            why: for the others, where the library can carry it.
         """
         self.close()
 
@@ -222,8 +225,8 @@ class ThreadLane(Lane):
     def close(self) -> None:
         pass
 
-    def abort(self) -> None:
-        """Make every wait of every rank fail, on this lane and its clones."""
+    def abort(self, why: str = "") -> None:
+        """Make every wait of every rank fail, on this lane and those made of it."""
         self._hub.abort()
 
 

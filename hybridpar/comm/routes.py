@@ -106,9 +106,9 @@ class StripedLane(Lane):
         for lane in self._lanes:
             lane.close()
 
-    def abort(self) -> None:
+    def abort(self, why: str = "") -> None:
         for lane in self._lanes:
-            lane.abort()
+            lane.abort(why)
 
     @property
     def _fastest(self) -> Lane:
@@ -268,10 +268,10 @@ class HierarchicalLane(Lane):
         if self._cross is not None:
             self._cross.close()
 
-    def abort(self) -> None:
-        self._local.abort()
+    def abort(self, why: str = "") -> None:
+        self._local.abort(why)
         if self._cross is not None:
-            self._cross.abort()
+            self._cross.abort(why)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._local.allocate(numel, dtype, device)
@@ -289,13 +289,13 @@ class HierarchicalLane(Lane):
         try:
             yield
         except CommunicationError as error:
-            self.abort()
             gone = self._blame()
+            self.abort(gone or error.reason)
             reason = f"{gone} ({error.reason})" if gone and gone not in error.reason else error.reason
             text = error.tensor if tensor is None else describe(tensor)
             raise CommunicationError(reason, rank=self.ranks[self.rank], operation=operation, tensor=text) from error
-        except BaseException:
-            self.abort()
+        except BaseException as error:
+            self.abort(f"{type(error).__name__}: {error}")
             raise
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -55,29 +56,34 @@ class ShmLane(Lane):
 
     def __init__(self, parent: Lane, timeout: float, chunk_bytes: int = _CHUNK_BYTES) -> None:
         self.rank, self.size, self.ranks = parent.rank, parent.size, parent.ranks
-        self.timeout, self._chunk_bytes = timeout, chunk_bytes
-        self._parent = parent
+        self.timeout, self._parent, self._chunk_bytes = timeout, parent, chunk_bytes
         own = os.getpid()
-        ranks = gather_json(parent, [host_identity(), own, _native.process_start(own)])
-        if len(hosts := {host for host, _, _ in ranks}) > 1:
+        members = gather_json(parent, [host_identity(), own, _native.process_start(own)])
+        if len(hosts := {host for host, _, _ in members}) > 1:
             raise ValueError(
                 f"expected ranks of one host, got {len(hosts)} hosts; use a group for each host, or another lane"
             )
         size = _native.communicator_bytes(self.size, chunk_bytes)
         self._memory = share(parent, size)
-        processes, starts = (np.array(column, dtype=np.int64) for column in list(zip(*ranks, strict=True))[1:])
+        columns = [[process for _, process, _ in members], [start for _, _, start in members], list(self.ranks)]
+        processes, starts, job_ranks = (np.array(column, dtype=np.int64) for column in columns)
         address = _bytes_of(self._memory).data_ptr()
-        self._native = _native.Communicator(address, self.rank, processes, starts, chunk_bytes, timeout)
+        self._native = _native.Communicator(address, self.rank, processes, starts, job_ranks, chunk_bytes, timeout)
         self._allocations = 0
         self._children: weakref.WeakSet[ShmLane] = weakref.WeakSet()
-        self._aborted = False
+        self._lock = threading.Lock()
+        self._origin: ShmLane | None = None  # kept, for abort() goes from it to this lane
+        self._owned: Lane | None = None  # the parent, where it was made for this lane alone
+        self._aborted, self._why = False, ""
         # At the end of the process, too: a thread inside a call must be out before the interpreter goes.
         self._finalizer = weakref.finalize(self, _leave, self._native, self._memory)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Collective: uninitialised memory of this rank that all ranks can reach: ``all_reduce`` copies nothing there.
+        """Collective: uninitialised memory of this rank that all ranks can reach: a bucket.
 
-        It may outlive the lane; ``all_reduce`` of it is as fast for any contiguous part that all ranks name alike.
+        ``all_reduce`` of a bucket, or of any contiguous part of it that all ranks name alike, copies nothing. Nor does
+        ``reduce_scatter`` (``all_gather``) whose inputs (outputs) lie there one behind the other, on all ranks alike.
+        It may outlive the lane.
 
         Raises:
             TypeError: the dtype is not supported, or the device is not the CPU (before anything is sent).
@@ -133,22 +139,44 @@ class ShmLane(Lane):
         self._call("barrier", None, self._native.barrier)
 
     def split(self, members: Sequence[int]) -> Lane:
-        whole = list(members) == list(range(self.size))
-        child = ShmLane(self if whole else self._parent.split(members), self.timeout, self._chunk_bytes)
-        self._children.add(child)
-        if self._aborted:
-            child.abort()
-        return child
+        parent = self._parent.split(members)
+        try:
+            lane = self._child(parent)
+        except BaseException:
+            parent.close()
+            raise
+        lane._owned = parent
+        return lane
+
+    def clone(self) -> Lane:
+        return self._child(self)
 
     def close(self) -> None:
         self._finalizer()
+        if self._owned is not None:
+            self._owned.close()
 
-    def abort(self) -> None:
-        """Make every present and later call of every rank fail, on this lane and its clones: this rank cannot go on."""
-        self._aborted = True
-        self._native.abort()
-        for child in self._children:
-            child.abort()
+    def abort(self, why: str = "") -> None:
+        """Make every present and later call of every rank fail, on this lane and those made of it.
+
+        This rank cannot go on; ``why`` is told to the others.
+        """
+        with self._lock:
+            self._aborted, self._why = True, why
+            children = list(self._children)
+        self._native.abort(why)
+        for child in children:
+            child.abort(why)
+
+    def _child(self, parent: Lane) -> ShmLane:
+        child = ShmLane(parent, self.timeout, self._chunk_bytes)
+        child._origin = self
+        with self._lock:
+            self._children.add(child)
+            aborted, why = self._aborted, self._why
+        if aborted:
+            child.abort(why)
+        return child
 
     def _call(self, operation: str, tensor: Tensor | None, function: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -59,10 +59,14 @@ class Communicator:
         rank: int,
         processes: npt.NDArray[np.int64],
         starts: npt.NDArray[np.int64],
+        job_ranks: npt.NDArray[np.int64],
         chunk_bytes: int,
         timeout: float,
     ) -> None:
-        """``memory``: communicator_bytes(...) of it, shared by all ranks, aligned to a page, zero at first."""
+        """``memory``: communicator_bytes(...) of it, shared by all ranks, aligned to a page, zero at first.
+
+        Of each rank: process id, its ``process_start``, and the number by which errors name it.
+        """
 
     def all_reduce(self, data: int, count: int, dtype: int, reduction: int) -> None:
         """In place. ``reduction``: 0 sum, 1 maximum, 2 minimum."""
@@ -74,11 +78,15 @@ class Communicator:
     def broadcast(self, data: int, bytes: int, root: int) -> None: ...
     def barrier(self) -> None: ...
     def add_buckets(self, base: int, stride: int, number: int) -> None:
-        """From now on all_reduce works in place on rank r's memory of ``stride`` bytes at base + r * stride."""
+        """From now on rank r's bucket is ``stride`` bytes at base + r * stride. ``number``: not 0.
+
+        all_reduce, all_gather and reduce_scatter whose tensor, or parts one behind the other, lie in it copy nothing
+        into other memory.
+        """
 
     def drop_buckets(self, base: int) -> None: ...
-    def abort(self) -> None:
-        """Make every rank's present and later calls raise."""
+    def abort(self, why: str) -> None:
+        """Make every rank's present and later calls raise, saying why this rank cannot go on (if not empty)."""
 
     def leave(self) -> None:
         """The last call; returns when no other is running."""

@@ -191,7 +191,79 @@ def test_ranks_that_do_different_things_are_told_what() -> None:
     for rank, error in enumerate(errors):
         assert isinstance(error, hp.CommunicationError)
         assert f"all_reduce (sum) of {3 + rank} float32 here" in str(error)
-        assert f"all_reduce (sum) of {4 - rank} float32 on rank {1 - rank}" in str(error)
+        assert f"all_reduce (sum) of {4 - rank} float32 on rank {1 - rank} (process {os.getpid()});" in str(error)
+
+
+def _scatter(lane: Lane, bucket: torch.Tensor, sizes: list[int]) -> None:
+    parts = bucket.split(sizes)
+    lane.reduce_scatter(parts[lane.rank], parts)
+
+
+def _gather(lane: Lane, bucket: torch.Tensor, sizes: list[int]) -> None:
+    parts = bucket.split(sizes)
+    lane.all_gather(parts, parts[lane.rank])
+
+
+@pytest.mark.parametrize(("collective", "call"), [("reduce_scatter", _scatter), ("all_gather", _gather)])
+@pytest.mark.parametrize(
+    ("odd", "expected"),
+    [
+        ("ordinary memory", ["in a shared bucket here", " on rank 1"]),
+        ("another place", ["in a shared bucket on rank 1", ", at another place;"]),
+        ("other sizes", ["in a shared bucket on rank 1", ", in parts of other sizes;"]),
+        ("other small sizes", ["in a shared bucket on rank 1", ", in parts of other sizes;"]),
+    ],
+)
+def test_ranks_that_mean_different_parts_all_raise(collective: str, call: Any, odd: str, expected: list[str]) -> None:
+    half = 10 if "small" in odd else 10_000
+
+    def work(lane: Lane) -> None:
+        bucket = lane.allocate(2 * half + 1, torch.float32, torch.device("cpu"))
+        sizes = [half, 0, half]
+        if lane.rank == 1 and odd == "ordinary memory":
+            bucket = torch.zeros(2 * half + 1)
+        if lane.rank == 1 and "sizes" in odd:
+            sizes = [half - 1, 1, half]
+        shift = lane.rank == 1 and odd == "another place"
+        call(lane, bucket[shift : shift + 2 * half], sizes)
+
+    errors = run_shared_threads(3, work, return_exceptions=True)
+    for error in errors:
+        assert isinstance(error, hp.CommunicationError) and error.operation == collective
+        assert "the ranks do different things" in str(error)
+    for text in expected:
+        assert text in str(errors[0])
+
+
+def test_errors_call_ranks_by_their_number_in_the_whole_job() -> None:
+    def work(group: hp.Group, kind: str) -> str:
+        group._lane.ranks = (4, 5, 9)
+        lane = ShmLane(group._lane, 0.3)
+        clone = lane.clone()
+        assert clone.ranks == (4, 5, 9)
+        if group.rank == 1 and kind == "late":
+            time.sleep(1)
+        if group.rank == 1 and kind == "closed":
+            clone.close()
+        if group.rank == 1 and kind == "aborted":
+            lane.abort("rank 77 is gone ✂" + 400 * "✂")
+        root = group.rank if kind == "different" else 0
+        with pytest.raises(hp.CommunicationError) as caught:
+            clone.broadcast(torch.ones(2), root)
+        assert caught.value.rank == (4, 5, 9)[group.rank]
+        return str(caught.value)
+
+    def texts(kind: str) -> list[str]:
+        return run_threads(3, work, kind)
+
+    for kind, expected in [
+        ("late", "rank 5 (process {}) did not come within 0.3 s"),
+        ("closed", "rank 5 (process {}) has closed its lane"),
+        ("aborted", "another rank left: rank 5 (process {}) cannot go on: rank 77 is gone ✂✂✂"),
+    ]:
+        assert all(expected.format(os.getpid()) in text for text in texts(kind)[::2]), kind
+    text = texts("different")[2]
+    assert "of 8 bytes from rank 9 (process" in text and "of 8 bytes from rank 4 (process" in text
 
 
 def test_a_rank_that_does_not_come_is_named_when_the_time_is_over() -> None:

@@ -84,14 +84,16 @@ def room(count: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(count + 1, dtype=dtype)[1:]
 
 
+def memory(lane: Lane, call: Call, count: int) -> Tensor:
+    return lane.allocate(count, call.dtype, torch.device("cpu")) if call.bucket else room(count, call.dtype)
+
+
 def check(lane: Lane, call: Call) -> None:
     rank, counts = lane.rank, call.counts
     make = functools.partial(value, call.dtype, seed=call.seed)
     if call.kind in ("all_reduce", "broadcast"):
         everyone = [make(counts[0], other) for other in range(lane.size)]
-        tensor = room(counts[0], call.dtype).copy_(everyone[rank])
-        if call.bucket:
-            tensor = lane.allocate(counts[0], call.dtype, tensor.device).copy_(tensor)
+        tensor = whole = memory(lane, call, counts[0]).copy_(everyone[rank])
         if call.kind == "broadcast":
             lane.broadcast(tensor, call.root)
             assert same(tensor, everyone[call.root])
@@ -99,15 +101,24 @@ def check(lane: Lane, call: Call) -> None:
             lane.all_reduce(tensor, call.op)
             assert same(tensor, reduced(everyone, call.op))
     elif call.kind == "all_gather":
-        outputs = room(sum(counts), call.dtype).split(counts)
-        lane.all_gather(outputs, make(counts[rank], rank))
-        for other, output in enumerate(outputs):
-            assert same(output, make(counts[other], other))
+        whole = memory(lane, call, sum(counts))
+        outputs, tensor = whole.split(counts), make(counts[rank], rank)
+        if call.seed % 2:  # it lies where it goes
+            tensor = outputs[rank].copy_(tensor)
+        lane.all_gather(outputs, tensor)
+        assert same(whole, torch.cat([make(counts[other], other) for other in range(lane.size)]))
     else:
         everyone = [make(sum(counts), other) for other in range(lane.size)]
-        output = room(counts[rank], call.dtype)
-        lane.reduce_scatter(output, everyone[rank].split(counts))
-        assert same(output, reduced([whole.split(counts)[rank] for whole in everyone], "sum"))
+        whole = memory(lane, call, sum(counts)).copy_(everyone[rank])
+        inputs = whole.split(counts)
+        output = inputs[rank] if call.seed % 2 else room(counts[rank], call.dtype)
+        lane.reduce_scatter(output, inputs)
+        assert same(output, reduced([other.split(counts)[rank] for other in everyone], "sum"))
+        inputs[rank].copy_(everyone[rank].split(counts)[rank])
+        assert same(whole, everyone[rank]), "the other inputs have changed"
+    # What comes behind a collective may use the memory at once.
+    if call.bucket:
+        whole.fill_(77)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
