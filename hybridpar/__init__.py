@@ -5,7 +5,8 @@ from hybridpar.comm import functional
 from hybridpar.comm.agreement import together
 from hybridpar.comm.errors import CommunicationError, NonFiniteError
 from hybridpar.comm.functional import global_mean
-from hybridpar.comm.group import Group, abort_thread_group, init, thread_groups
+from hybridpar.comm.group import Group, abort_thread_group, thread_groups
+from hybridpar.comm.start import init
 from hybridpar.data_parallel import DataParallel
 from hybridpar.global_order import GlobalOrder
 from hybridpar.grad_norm import clip_grad_norm_

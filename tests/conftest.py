@@ -60,6 +60,11 @@ _MISSING: dict[str, Callable[[], str | None]] = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=3, help="ranks to kill on every route (tests/faults)")
+    parser.addoption("--kill-seed", type=int, help="draws the same moments again")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, missing in _MISSING.items():
         if item.get_closest_marker(marker) and (reason := missing()):

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.multiprocessing as multiprocessing
 
-from hybridpar.comm.group import Group, abort_thread_group, init, thread_groups
+from hybridpar.comm.group import Group, abort_thread_group, thread_groups
 from hybridpar.comm.shm_lane import ShmLane
+from hybridpar.comm.start import init
 
 
 def run_threads(

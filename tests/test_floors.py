@@ -31,6 +31,7 @@ FLOORS: list[list[list[str]]] = [
             "hybridpar.comm.routes",
             "hybridpar.comm.segments",
             "hybridpar.comm.shm_lane",
+            "hybridpar.comm.start",
             "hybridpar.comm.torch_lane",
             "hybridpar.comm.values",
             "hybridpar.comm.watch",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -278,83 +276,6 @@ def abort_thread_group(group: Group) -> None:
     if not isinstance(group._lane, ThreadLane | ShmLane):
         raise TypeError(f"expected a group made by thread_groups, got {group!r}")
     group._lane.abort()
-
-
-def init(*, timeout: float = DEFAULT_TIMEOUT, shared_memory: bool = True, interfaces: Sequence[str] = ()) -> Group:
-    """The group of all ranks of this job, under torchrun, mpirun or Slurm, or alone.
-
-    Adopts a torch.distributed that is already initialised. Otherwise, under a launcher, initialises it, with gloo for
-    CPU tensors and NCCL for CUDA tensors where CUDA is available, and shuts it down when the process ends.
-
-    Args:
-        timeout: seconds that one collective may wait for the other ranks before it raises.
-        shared_memory: inside a host CPU tensors travel through its shared memory (/dev/shm) and not over gloo. Where
-            there is none, that is logged, and gloo serves.
-        interfaces: names of this host's network interfaces (``eth0``) to use side by side, the same number on every
-            host; without any, gloo chooses one (GLOO_SOCKET_IFNAME, or the one that the host's name stands for).
-
-    Raises:
-        ValueError: the launcher's variables contradict each other.
-        CommunicationError: the other ranks could not be reached in time.
-    """
-    if dist.is_initialized():
-        return Group.from_torch(timeout=timeout, shared_memory=shared_memory, interfaces=interfaces)
-    topology = detect()
-    if topology.launcher == "alone" or (topology.size == 1 and topology.address is None):
-        return Group(AloneLane(), topology)
-    if topology.address is None or topology.port is None:
-        topology = _meet_through_mpi(topology)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(topology.local_rank % torch.cuda.device_count())
-    # torchrun's agent may serve the meeting place itself, which env:// knows about.
-    where = "env://" if topology.launcher == "torchrun" else f"tcp://{topology.address}:{topology.port}"
-    try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            init_method=where,
-            rank=topology.rank,
-            world_size=topology.size,
-            timeout=timedelta(seconds=timeout),
-        )
-    except RuntimeError as error:
-        raise CommunicationError(str(error), rank=topology.rank, operation="init", tensor=where) from error
-    # gloo's threads may abort a process that ends with the group still open.
-    atexit.register(_shut_down)
-    store = dist.distributed_c10d._get_default_store()
-    return connect(
-        store, topology.rank, range(topology.size), topology=topology, timeout=timeout, shared_memory=shared_memory,
-        interfaces=interfaces,
-    )  # fmt: skip
-
-
-def _shut_down() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _meet_through_mpi(topology: Topology) -> Topology:
-    """Let rank 0 choose a port and tell the others over MPI."""
-    try:
-        from mpi4py import MPI
-    except ImportError as error:
-        raise ValueError(
-            f"{topology.launcher} does not say where ranks meet: expected MASTER_ADDR and MASTER_PORT, got neither; "
-            "set them, or install hybridpar[mpi] so that the ranks can agree over MPI"
-        ) from error
-    world = MPI.COMM_WORLD
-    if world.Get_size() != topology.size:
-        raise ValueError(
-            f"mpirun started {topology.size} ranks but mpi4py sees {world.Get_size()}: expected both from one MPI; "
-            "use the mpirun of the MPI that mpi4py was installed with"
-        )
-    hosts = world.allgather(topology.host)
-    place = None
-    if world.Get_rank() == 0:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            place = (topology.host if len(set(hosts)) > 1 else "127.0.0.1", probe.getsockname()[1])
-    address, port = world.bcast(place)
-    return replace(topology, address=address, port=port, local_size=hosts.count(topology.host))
 
 
 def _contiguous(tensor: Tensor, operation: str) -> Tensor:

@@ -1,0 +1,149 @@
+"""A rank is killed at a random moment, on every route: every survivor says in time who is gone, and nothing is left.
+
+``pytest tests/faults/test_kills.py --kills 20`` does it 20 times on each route.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridpar.comm.segments import FOLDER
+from tests.cluster import Cluster, Link
+from tests.faults.victims import TIMEOUT
+from tests.ranks import free_port
+
+# What asking after silent ranks takes on top, on a busy machine.
+_GRACE = 4.0
+ONE_HOST = {
+    "shared memory": {"route": "auto", "shared_memory": True},
+    "flat": {"route": "flat", "shared_memory": False},
+}
+TWO_HOSTS = {
+    "flat over a network": {"route": "flat", "interfaces": ["net0"]},
+    "striped": {"route": "striped", "interfaces": ["net0", "net1"]},
+    "hierarchical": {"route": "hierarchical", "interfaces": ["net0"]},
+    "striped inside hierarchical": {"route": "hierarchical", "interfaces": ["net0", "net1"]},
+}
+
+
+class Zygotes:
+    """One for each host: processes that fork ranks. See ``tests/faults/zygote.py``."""
+
+    def __init__(self, start: Callable[..., subprocess.Popen[Any]], hosts: int) -> None:
+        argv = [sys.executable, "-m", "tests.faults.zygote"]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.processes = [start(host, argv, **pipes) for host in range(hosts)]
+        for process in self.processes:
+            assert process.stdout.readline() == "ready\n"
+
+    def tell(self, host: int, order: dict[str, Any]) -> int:
+        """Returns the number of the process that it is about."""
+        process = self.processes[host]
+        process.stdin.write(json.dumps(order) + "\n")
+        process.stdin.flush()
+        return int(process.stdout.readline())
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+def _here(_: int, argv: list[str], **popen: Any) -> subprocess.Popen[Any]:
+    return subprocess.Popen(argv, **popen)
+
+
+@pytest.fixture(scope="module")
+def one_host() -> Iterator[Zygotes]:
+    with contextlib.closing(Zygotes(_here, 1)) as zygotes:
+        yield zygotes
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[tuple[Zygotes, Cluster]]:
+    with (
+        Cluster(hosts=2, links=[Link(mbit=1000), Link(mbit=500)]) as cluster,
+        contextlib.closing(Zygotes(cluster.run, 2)) as zygotes,
+    ):
+        yield zygotes, cluster
+
+
+@pytest.mark.parametrize("route", ONE_HOST.values(), ids=ONE_HOST.keys())
+def test_on_one_host(route: dict[str, Any], one_host: Zygotes, tmp_path: Path, kills: int, trial_seed: int) -> None:
+    for trial in range(kills):
+        _trial(one_host, [4], route, "127.0.0.1", tmp_path, f"{trial_seed}/{trial}")
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("route", TWO_HOSTS.values(), ids=TWO_HOSTS.keys())
+def test_on_two_hosts(
+    route: dict[str, Any], two_hosts: tuple[Zygotes, Cluster], tmp_path: Path, kills: int, trial_seed: int
+) -> None:
+    zygotes, cluster = two_hosts
+    for trial in range(kills):
+        _trial(zygotes, [2, 2], route, cluster.address(0), tmp_path, f"{trial_seed}/{trial}")
+
+
+def _trial(zygotes: Zygotes, counts: list[int], route: dict[str, Any], address: str, parent: Path, seed: str) -> None:
+    print(f"seed {seed}")
+    draw = random.Random(seed)  # noqa: S311
+    folder = parent / seed.replace("/", "-")
+    folder.mkdir()
+    processes = set()
+    work = {"tracks": 2, "interfaces": [], "shared_memory": True, "seed": draw.randrange(1 << 30), **route}
+    places = [(host, local) for host, count in enumerate(counts) for local in range(count)]
+    size, port = len(places), free_port()
+    for rank, (host, local) in enumerate(places):
+        variables = {
+            "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": counts[host],
+            "MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
+        }  # fmt: skip
+        text = {name: str(value) for name, value in variables.items()}
+        order = {"rank": rank, "variables": text, "folder": str(folder), "work": work}
+        processes.add(str(zygotes.tell(host, order)))
+    _await([folder / f"{rank}.runs" for rank in range(size)], 60, folder)
+    victim = draw.randrange(size)
+    time.sleep(draw.uniform(0, 0.05))
+    zygotes.tell(places[victim][0], {"kill": victim})
+    killed = time.monotonic()
+    survivors = [rank for rank in range(size) if rank != victim]
+    _await([folder / f"{rank}.json" for rank in survivors], 3 * TIMEOUT + _GRACE, folder)
+    for rank in survivors:
+        seen = json.loads((folder / f"{rank}.json").read_text())
+        assert f"rank {victim} " in seen["text"].split(" failed: ", 1)[1], (seed, rank, victim, seen)
+        assert seen["raised"] - killed < TIMEOUT + _GRACE, (seed, rank, victim, seen)
+        assert seen["threads"] == [], (seed, rank, victim, seen)
+    # A segment's name says which process made it.
+    left = [path.name for path in FOLDER.iterdir() if processes & set(path.name.split("-"))]
+    assert left == [], (seed, victim)
+
+
+def _await(files: list[Path], seconds: float, folder: Path) -> None:
+    end = time.monotonic() + seconds
+    while missing := [file.name for file in files if not file.exists()]:
+        failed = {path.name: path.read_text() for path in folder.glob("*.failed")}
+        assert not failed, failed
+        found = {path.name: path.read_text() for path in folder.glob("*.json")}
+        assert time.monotonic() < end, f"after {seconds:g} s still missing: {missing}; found: {found}"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def kills(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--kills"))
+
+
+@pytest.fixture
+def trial_seed(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--kill-seed") or os.getpid())

@@ -1,0 +1,72 @@
+"""Ranks that reduce until one of them is killed, and write down what they saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hybridpar as hp
+from hybridpar.comm.engine import Engine
+from hybridpar.comm.plan import Plan
+
+TIMEOUT = 5.0
+
+
+def rank(number: int, folder: str, work: dict[str, Any]) -> None:
+    """The whole life of a rank. Does not return."""
+    place = Path(folder)
+    code = 0
+    try:
+        seen = _reduce_until_an_error(place / f"{number}.runs", **work)
+        (place / f"{number}.tmp").write_text(json.dumps(seen))
+        (place / f"{number}.tmp").rename(place / f"{number}.json")
+    except BaseException:
+        (place / f"{number}.failed").write_text(traceback.format_exc())
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _reduce_until_an_error(
+    flag: Path, *, route: str, tracks: int, interfaces: list[str], shared_memory: bool, seed: int
+) -> dict[str, Any]:
+    group = hp.init(timeout=TIMEOUT, interfaces=interfaces, shared_memory=shared_memory)
+    engine = Engine(group, plan=Plan(bucket_bytes=64 << 10, tracks=tracks, route=route))  # type: ignore[arg-type]
+    draw = random.Random(seed)  # noqa: S311
+    tensors = [torch.ones(draw.choice([1, 100, 5_000, 20_000, 100_000])) for _ in range(12)]
+    engine.register([f"tensor {index}" for index in range(len(tensors))], tensors)
+    rounds = 0
+    try:
+        while True:
+            for index, tensor in enumerate(tensors):
+                engine.submit(index, tensor.fill_(1))
+            engine.flush()
+            assert all(float(tensor[-1]) == group.size for tensor in tensors)
+            rounds += 1
+            if rounds == 3:
+                flag.touch()
+    except hp.CommunicationError as error:
+        raised, text = time.monotonic(), str(error)
+    engine.close()
+    group.close()
+    return {"raised": raised, "text": text, "rounds": rounds, "threads": _threads_that_stay()}
+
+
+def _threads_that_stay() -> list[str]:
+    """Names of the package's threads that do not end by themselves; the watch answers until the process ends."""
+    end = time.monotonic() + TIMEOUT + 2
+    while True:
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("hybridpar")]
+        left = [name for name in names if name != "hybridpar-watch"]
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.01)
