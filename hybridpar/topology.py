@@ -1,4 +1,7 @@
-"""Which ranks there are and on which hosts. The only reader of launcher variables (torchrun, mpirun, Slurm, none)."""
+"""Which ranks there are and on which hosts, and what the user switched on.
+
+The only reader of the environment: variables of launchers (torchrun, mpirun, Slurm, none) and HYBRIDPAR_* switches.
+"""
 
 from __future__ import annotations
 
@@ -68,6 +71,38 @@ def detect(environ: Mapping[str, str] | None = None) -> Topology:
         if names[0] in environ and (launcher != "slurm" or names[1] in environ):
             return _from_variables(launcher, names, environ)
     return Topology(host=socket.gethostname())
+
+
+@dataclass(frozen=True)
+class Switches:
+    """What the environment turns on and off.
+
+    Attributes:
+        tune: HYBRIDPAR_TUNE: 0 turns off the trial of plans during the first steps; 1, like nothing, leaves it on.
+        tune_file: HYBRIDPAR_TUNE_FILE: where plans that were found are kept for the next run; None: nowhere.
+        timeline: HYBRIDPAR_TIMELINE: where the timeline is written; None: none is recorded.
+    """
+
+    tune: bool = True
+    tune_file: Path | None = None
+    timeline: Path | None = None
+
+
+def switches(environ: Mapping[str, str] | None = None) -> Switches:
+    """Read the HYBRIDPAR_* variables. An empty one counts as not set.
+
+    Args:
+        environ: variables to read instead of the process's own.
+
+    Raises:
+        ValueError: HYBRIDPAR_TUNE is neither 0 nor 1.
+    """
+    environ = os.environ if environ is None else environ
+    tune = environ.get("HYBRIDPAR_TUNE") or "1"
+    if tune not in {"0", "1"}:
+        raise ValueError(f"expected 0 or 1 in HYBRIDPAR_TUNE, got {tune!r}; 0 turns the tuner off")
+    tune_file, timeline = environ.get("HYBRIDPAR_TUNE_FILE"), environ.get("HYBRIDPAR_TIMELINE")
+    return Switches(tune == "1", Path(tune_file) if tune_file else None, Path(timeline) if timeline else None)
 
 
 def host_identity() -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from hybridpar.topology import Topology, detect
+from hybridpar.topology import Switches, Topology, detect, switches
 
 
 def test_torchrun() -> None:
@@ -72,3 +74,12 @@ def test_half_an_environment_is_refused() -> None:
         detect({"RANK": "first", "WORLD_SIZE": "2"})
     with pytest.raises(ValueError, match="rank 2 of 2"):
         Topology(rank=2, size=2)
+
+
+def test_switches_are_on_off_and_places() -> None:
+    assert switches({}) == switches({"HYBRIDPAR_TUNE": "", "HYBRIDPAR_TUNE_FILE": ""}) == Switches(True, None, None)
+    found = switches({"HYBRIDPAR_TUNE": "0", "HYBRIDPAR_TUNE_FILE": "/a/b.json", "HYBRIDPAR_TIMELINE": "c.json"})
+    assert found == Switches(tune=False, tune_file=Path("/a/b.json"), timeline=Path("c.json"))
+    assert switches({"HYBRIDPAR_TUNE": "1"}).tune
+    with pytest.raises(ValueError, match="expected 0 or 1 in HYBRIDPAR_TUNE, got 'no'"):
+        switches({"HYBRIDPAR_TUNE": "no"})
