@@ -1,0 +1,68 @@
+"""What benchmarks are made of: the sizes they send are those of the models they name."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.support import gradients
+from benchmarks.support.hosts import sent_bytes
+from benchmarks.support.ready_gradients import ReadyGradients
+
+
+# Numbers of tensors and parameters as torchvision and transformers count them.
+@pytest.mark.parametrize(
+    ("model", "tensors", "parameters"), [("resnet50", 161, 25_557_032), ("bert-base", 199, 109_482_240)]
+)
+def test_the_sizes_are_the_models(model: str, tensors: int, parameters: int) -> None:
+    shapes = gradients.MODELS[model]()
+    assert len(shapes) == tensors
+    assert sum(map(math.prod, shapes)) == parameters
+
+
+def test_resnet_begins_and_ends_as_torchvision_has_it() -> None:
+    shapes = gradients.resnet50()
+    assert shapes[:4] == [(64, 3, 7, 7), (64,), (64,), (64, 64, 1, 1)]
+    # layer1.0.downsample, layer1.1.conv1
+    assert shapes[12:16] == [(256, 64, 1, 1), (256,), (256,), (64, 256, 1, 1)]
+    assert shapes[-2:] == [(1000, 2048), (1000,)]
+
+
+def test_bert_begins_and_ends_as_transformers_has_it() -> None:
+    shapes = gradients.bert_base()
+    assert shapes[:6] == [(30_522, 768), (512, 768), (2, 768), (768,), (768,), (768, 768)]
+    assert shapes[-8:-2] == [(3072, 768), (3072,), (768, 3072), (768,), (768,), (768,)]
+    assert shapes[-2:] == [(768, 768), (768,)]
+
+
+def test_prepared_gradients_become_ready_from_the_last_to_the_first_without_a_copy() -> None:
+    module = ReadyGradients([(3, 2), (5,), ()])
+    order: list[int] = []
+    for index, weight in enumerate(module.weights):
+        weight.register_post_accumulate_grad_hook(lambda _, index=index: order.append(index))
+    for value in (2.0, 3.0):
+        module.prepare(value)
+        module().backward()
+        assert module.reduced_to(value) and not module.reduced_to(value + 1)
+    assert order == [2, 1, 0] * 2
+    for weight, gradient in zip(module.weights, module.gradients, strict=True):
+        assert weight.grad is not None and weight.grad.data_ptr() == gradient.data_ptr()
+
+
+def test_one_wrong_element_shows() -> None:
+    module = ReadyGradients([(3, 2), (5,)])
+    module.prepare(4.0)
+    module().backward()
+    module.gradients[1][3] = 4.5
+    assert not module.reduced_to(4.0)
+    assert module.reduced_to(4.0, tolerance=0.125)
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/dev").exists(), reason="needs Linux")
+def test_sent_bytes_are_those_of_the_interfaces_but_loopback() -> None:
+    interfaces = {path.name for path in Path("/sys/class/net").iterdir()} - {"lo"}
+    assert set(sent_bytes()) == interfaces
+    for name, count in sent_bytes().items():
+        assert count <= int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
