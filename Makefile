@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SOURCES := $(wildcard csrc/*.h csrc/*.cc)
 CUDA_SOURCES := $(wildcard csrc/cuda/*.cu)
+CUDA_HEADERS := $(wildcard csrc/cuda/*.h)
 BENCHMARKS := $(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py))
 
 # Ranks share the machine's cores: one thread each, unless told otherwise.
@@ -52,7 +53,7 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(CUDA_SOURCES)
+	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(CUDA_SOURCES) $(CUDA_HEADERS)
 ifeq ($(CUDA_SOURCES),)
 	@echo 'CUDA sources: none, nothing to check'
 else ifeq ($(shell command -v nvcc),)
@@ -65,7 +66,7 @@ endif
 format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(SOURCES) $(CUDA_SOURCES)
+	$(BIN)/clang-format -i $(SOURCES) $(CUDA_SOURCES) $(CUDA_HEADERS)
 
 bench: venv
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done

@@ -15,17 +15,11 @@ SOURCES = [f"csrc/{name}.cc" for name in ("bindings", "board", "pack", "reduce",
 HEADERS = [f"csrc/{name}.h" for name in ("board", "check", "clones", "pack", "reduce", "shm", "types")]
 
 
-def relative(path: Path) -> str:
-    """Relative to this folder where possible, as setuptools asks of sources in it."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
 def native_extension() -> Extension:
     library = Path(nanobind.source_dir())
     return Extension(
         "hybridpar.kernels._native",
-        # nanobind's own library is one more source file; its include path comes with it.
-        sources=[*SOURCES, relative(library / "nb_combined.cpp")],
+        sources=SOURCES,
         depends=HEADERS,
         include_dirs=[nanobind.include_dir(), str(library.parent / "ext" / "robin_map" / "include")],
         define_macros=[("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)],
@@ -47,6 +41,16 @@ class BuildNative(build_ext):
             extension.extra_compile_args += compile_args
             extension.extra_link_args += link_args
         super().build_extensions()
+
+    def build_extension(self, extension: Extension) -> None:
+        # nanobind's own library is one more source file. It is named only while it is compiled, because setuptools
+        # takes sources for files of this project and refuses those that lie elsewhere.
+        own = extension.sources
+        extension.sources = [*own, str(Path(nanobind.source_dir()) / "nb_combined.cpp")]
+        try:
+            super().build_extension(extension)
+        finally:
+            extension.sources = own
 
     def require_compiler(self) -> None:
         command = getattr(self.compiler, "compiler_cxx", None) or self.compiler.compiler

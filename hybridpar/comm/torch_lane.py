@@ -152,7 +152,7 @@ class TorchLane(Lane):
         Half the bytes of gloo's own reduce_scatter.
         """
         numel = output.numel()
-        received = torch.empty(self.size * numel, dtype=sent.dtype)
+        received = sent.new_empty(self.size * numel)
         self._gloo.alltoall_base(received, sent, [numel] * self.size, sizes, dist.AllToAllOptions()).wait()
         rows = received.view(self.size, -1)
         total = rows[0].float() if sent.dtype in _HALF and self.size > 2 else rows[0]

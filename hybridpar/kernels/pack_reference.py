@@ -1,4 +1,5 @@
-"""pack and unpack in plain PyTorch: the twin of csrc/pack.cc, for devices it does not serve and as its test oracle.
+"""pack and unpack in plain PyTorch: the twin of csrc/pack.cc and csrc/cuda/pack.cu, where neither serves and as their
+test oracle.
 
 The door, `hybridpar.kernels.pack` and `unpack`, has checked the arguments.
 """
@@ -12,7 +13,7 @@ import torch
 
 def pack(
     tensors: Sequence[torch.Tensor | None], counts: Sequence[int], bucket: torch.Tensor, scale: float = 1.0
-) -> int:
+) -> int | torch.Tensor:
     """See `hybridpar.kernels.pack`."""
     nonfinite = torch.zeros((), dtype=torch.int64, device=bucket.device)
     with torch.no_grad():
@@ -22,12 +23,12 @@ def pack(
                 continue
             nonfinite += _nonfinite(tensor)
             part.copy_(_scaled(tensor.reshape(-1), scale, part.dtype))
-    return int(nonfinite)
+    return _read(nonfinite)
 
 
 def unpack(
     bucket: torch.Tensor, counts: Sequence[int], tensors: Sequence[torch.Tensor | None], scale: float = 1.0
-) -> int:
+) -> int | torch.Tensor:
     """See `hybridpar.kernels.unpack`."""
     nonfinite = torch.zeros((), dtype=torch.int64, device=bucket.device)
     with torch.no_grad():
@@ -36,7 +37,12 @@ def unpack(
                 continue
             nonfinite += _nonfinite(part)
             tensor.copy_(_scaled(part, scale, tensor.dtype).view(tensor.shape))
-    return int(nonfinite)
+    return _read(nonfinite)
+
+
+def _read(count: torch.Tensor) -> int | torch.Tensor:
+    """On a device the count stays there: reading it would wait."""
+    return int(count) if count.is_cpu else count
 
 
 def _nonfinite(values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The door of pack and unpack: checks once, then the compiled kernel on CPU, the reference on other devices."""
+"""The door of pack and unpack: checks once, then the compiled kernel on CPU and CUDA, the reference elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
 
-from hybridpar.kernels import _native, pack_reference
+from hybridpar.kernels import _native, cuda, pack_cuda, pack_reference
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _NONE = np.empty(0, dtype=np.int64)
 
 def pack(
     tensors: Sequence[torch.Tensor | None], counts: Sequence[int], bucket: torch.Tensor, scale: float = 1.0
-) -> int:
+) -> int | torch.Tensor:
     """Gather tensors into one bucket: `bucket = cast(concatenate(tensors) * scale)`.
 
     Args:
@@ -39,16 +39,17 @@ def pack(
             float64 reaches a half format by way of float32, as in PyTorch.
 
     Returns:
-        How many values of the tensors, before scaling, were NaN or infinite.
+        How many values of the tensors, before scaling, were NaN or infinite: an int on CPU. On other devices, int64 []
+        on the bucket's device, so that nothing waits for the device until somebody reads it. There the call is ordered
+        on the current stream, as any operation of torch.
 
     Raises:
         TypeError: a dtype or memory layout that is not supported.
         ValueError: counts, devices or the bucket's shape do not fit, or `scale` is not finite.
     """
     present = _check(tensors, counts, bucket, scale)
-    if bucket.device.type != "cpu":
-        _log_reference(bucket.device.type)
-        return pack_reference.pack(tensors, counts, bucket, scale)
+    if not bucket.is_cpu:
+        return _pack_on_device(tensors, counts, bucket, scale, present)
     arguments = _arguments(tensors, counts, present)
     nonfinite = _native.pack(*arguments, bucket.data_ptr(), bucket.numel(), _CODES[bucket.dtype], scale)
     _written([bucket])
@@ -57,7 +58,7 @@ def pack(
 
 def unpack(
     bucket: torch.Tensor, counts: Sequence[int], tensors: Sequence[torch.Tensor | None], scale: float = 1.0
-) -> int:
+) -> int | torch.Tensor:
     """Scatter one bucket into tensors, the twin of `pack`: `tensors = cast(bucket * scale)`, in place.
 
     A None skips its part of the bucket, which is neither read nor counted. A tensor that needs a gradient is written
@@ -65,18 +66,58 @@ def unpack(
     one place of memory (as `expand` makes) raises ValueError.
 
     Returns:
-        How many of the values read from the bucket, before scaling, were NaN or infinite.
+        How many of the values read from the bucket, before scaling, were NaN or infinite, as for `pack`.
     """
     present = _check(tensors, counts, bucket, scale)
-    if bucket.device.type != "cpu":
-        _log_reference(bucket.device.type)
-        return pack_reference.unpack(bucket, counts, tensors, scale)
+    if not bucket.is_cpu:
+        return _unpack_on_device(bucket, counts, tensors, scale, present)
     arguments = _arguments(tensors, counts, present)
     if len(arguments[3]):
         _check_writable(present)
     nonfinite = _native.unpack(bucket.data_ptr(), bucket.numel(), _CODES[bucket.dtype], *arguments, scale)
     _written(present)
     return nonfinite
+
+
+def _pack_on_device(
+    tensors: Sequence[torch.Tensor | None],
+    counts: Sequence[int],
+    bucket: torch.Tensor,
+    scale: float,
+    present: list[torch.Tensor],
+) -> int | torch.Tensor:
+    module = _module(bucket)
+    if module is None:
+        return pack_reference.pack(tensors, counts, bucket, scale)
+    arguments = _arguments(tensors, counts, present)
+    nonfinite = pack_cuda.pack(module, arguments, bucket, _CODES[bucket.dtype], scale)
+    _written([bucket])
+    return nonfinite
+
+
+def _unpack_on_device(
+    bucket: torch.Tensor,
+    counts: Sequence[int],
+    tensors: Sequence[torch.Tensor | None],
+    scale: float,
+    present: list[torch.Tensor],
+) -> int | torch.Tensor:
+    module = _module(bucket)
+    if module is None:
+        return pack_reference.unpack(bucket, counts, tensors, scale)
+    arguments = _arguments(tensors, counts, present)
+    if len(arguments[3]):
+        _check_writable(present)
+    nonfinite = pack_cuda.unpack(module, arguments, bucket, _CODES[bucket.dtype], scale)
+    _written(present)
+    return nonfinite
+
+
+def _module(bucket: torch.Tensor) -> cuda.Module | None:
+    if bucket.is_cuda:
+        return cuda.find_module("pack", bucket.device)
+    _log_reference(bucket.device.type)
+    return None
 
 
 def _check(
@@ -202,4 +243,4 @@ def _names() -> str:
 
 @functools.cache
 def _log_reference(device: str) -> None:
-    _LOG.info("pack and unpack use their PyTorch reference on %s: the compiled kernel serves CPU memory only", device)
+    _LOG.info("pack and unpack use their PyTorch reference on %s: compiled kernels serve CPU and CUDA only", device)

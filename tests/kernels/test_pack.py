@@ -257,16 +257,3 @@ def test_the_compiled_kernels_convert_no_argument_and_check_every_number(
         with pytest.raises(error):
             kernel(**arguments)
     assert keep is not None
-
-
-@pytest.mark.gpu
-@given(optional_tensors(), st.sampled_from(DTYPES), SCALES)
-def test_cuda_tensors_go_to_the_reference_and_equal_the_cpu(
-    tensors: list[torch.Tensor | None], wire: torch.dtype, scale: float
-) -> None:
-    counts = counts_for(tensors)
-    here = torch.empty(sum(counts), dtype=wire)
-    there = torch.empty(sum(counts), dtype=wire, device="cuda")
-    nonfinite = pack(tensors, counts, here, scale)
-    assert pack([None if t is None else t.cuda() for t in tensors], counts, there, scale) == nonfinite
-    assert same_bits(there.cpu(), here)
