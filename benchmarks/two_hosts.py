@@ -7,7 +7,9 @@ parameters of the model it is named after, and a backward pass that takes no tim
 
 ddp        torch's DistributedDataParallel on gloo, float32: all ranks in one ring
 ddp bf16   the same with torch's own bf16_compress_hook
-ours ...   hp.DataParallel on the same module
+ours       hp.DataParallel on the same module, float32
+ours bf16  the same, gradients travel in bfloat16
+ours top-k the same, of each gradient the largest 1 % of its values travel, the rest waits for the next step
 
 All cases run in turns in the same processes, `--rounds` rounds of fresh processes, each beginning with another case.
 Columns: seconds from the start of backward, when all ranks are ready, until the last rank has every gradient, median
@@ -74,6 +76,8 @@ CASES = {
     "ddp": Case(ddp),
     "ddp bf16": Case(ddp_bf16, element_bytes=2, tolerance=2**-6),
     "ours": Case(),
+    "ours bf16": Case(options={"plan": hp.Plan(wire=hp.Wire(dtype=torch.bfloat16))}, element_bytes=2, tolerance=2**-6),
+    "ours top-k": Case(options={"plan": hp.Plan(wire=hp.Wire(top_k=0.01))}, element_bytes=None, tolerance=None),
 }
 
 

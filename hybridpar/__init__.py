@@ -6,7 +6,10 @@ from hybridpar.comm.agreement import together
 from hybridpar.comm.errors import CommunicationError, NonFiniteError
 from hybridpar.comm.functional import global_mean
 from hybridpar.comm.group import Group, abort_thread_group, thread_groups
+from hybridpar.comm.plan import Plan
 from hybridpar.comm.start import init
+from hybridpar.comm.timeline import NoTimeline, Timeline
+from hybridpar.comm.wire import Wire
 from hybridpar.data_parallel import DataParallel
 from hybridpar.global_order import GlobalOrder
 from hybridpar.grad_norm import clip_grad_norm_
@@ -37,12 +40,16 @@ __all__ = [
     "Group",
     "MagFace",
     "Margin",
+    "NoTimeline",
     "NonFiniteError",
+    "Plan",
     "ReplicatedClassifier",
     "ShardedClassifier",
     "Softmax",
     "SphereFace",
     "SyncBatchNorm",
+    "Timeline",
+    "Wire",
     "abort_thread_group",
     "checkpoint",
     "clip_grad_norm_",

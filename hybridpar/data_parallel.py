@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle
+from torch.optim import Optimizer
 
-from hybridpar.comm.agreement import check_same_settings, raise_together
+from hybridpar.bucket_optimizer import BucketOptimizer
+from hybridpar.comm.agreement import check_same_settings, together
 from hybridpar.comm.buckets import check_same_tensors
 from hybridpar.comm.coalesce import broadcast_tensors
-from hybridpar.comm.engine import DEFAULT_BUCKET_BYTES, Engine
+from hybridpar.comm.engine import Engine
+from hybridpar.comm.errors import NonFiniteError
 from hybridpar.comm.group import Group
+from hybridpar.comm.pace import Pace, tuner_for
+from hybridpar.comm.plan import DEFAULT_BUCKET_BYTES, Plan
+from hybridpar.comm.timeline import NoTimeline, Timeline
+from hybridpar.comm.trace import COMPUTATION
+from hybridpar.comm.wire import Wire
+from hybridpar.gradient_hooks import GradientHooks, has_hooks
 
 
 class DataParallel(nn.Module):
@@ -31,18 +38,36 @@ class DataParallel(nn.Module):
 
     ``state_dict`` is that of the wrapped module, without a prefix.
 
+    With ``optimizer`` the wrapper steps, too: bucket by bucket, as their sums arrive, while later ones travel and the
+    next forward pass has begun. The results are those of the plain optimizer, bit for bit. ``parallel.optimizer`` is
+    that optimizer, for schedulers and checkpoints. Call its ``step()`` where a script would: it waits for what is
+    still outstanding; gradients and parameters may be read from then on. Leave it out, and only the modules of the next
+    forward pass wait, each for its own parameters. Each synchronised backward is one step, with the gradients as they
+    are: what must see them all first (clipping, loss scaling) needs an optimizer of your own.
+
     Args:
         module: any module with dense gradients.
         group: the ranks.
         reduction: ``"sum"``, or ``"mean"`` for scripts whose loss is the mean over the local batch.
-        bucket_bytes: gradients travel in buckets of up to this many bytes.
+        bucket_bytes: gradients travel in buckets of up to this many bytes; short for ``plan=Plan(bucket_bytes=...)``.
         broadcast_buffers: give every rank rank 0's buffers (batch-norm statistics) before the first training forward,
             and before the first one after each synchronised backward. Those in between, as when several forward passes
             share one backward, leave them alone, because autograd may have saved them.
+        plan: how gradients travel.
+        check_finite: if a sum is not finite, ``backward()`` raises ``NonFiniteError`` on every rank, for the step to be
+            skipped: call ``zero_grad()`` and go on. The optimizer has not stepped then.
+        optimizer: parameters -> torch optimizer; see above. It may leave parameters out, and make several groups.
+        tune: try other plans during the first steps, beginning with ``plan``, and keep the fastest. A path: remember
+            it there for the next run. HYBRIDPAR_TUNE=0 turns it off.
+        wires: further formats that tuning may choose; others than ``Wire()`` round what they send.
+        timeline: records what happens when.
+
+    Attributes:
+        optimizer: what ``optimizer`` made, or None.
 
     Raises:
-        ValueError: reduction is neither; the module has nothing to train, or is in a ``DataParallel`` already; or the
-            ranks were given different settings (on every rank).
+        ValueError: reduction is neither; the module has nothing to train, or is in a ``DataParallel`` already; both
+            bucket_bytes and plan are given; or the ranks were given different settings (on every rank).
         CommunicationError: the ranks hold different models (on every rank, naming the first tensor that differs).
     """
 
@@ -52,38 +77,53 @@ class DataParallel(nn.Module):
         *,
         group: Group,
         reduction: Literal["sum", "mean"] = "sum",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         broadcast_buffers: bool = True,
+        plan: Plan | None = None,
+        check_finite: bool = False,
+        optimizer: Callable[[list[Tensor]], Optimizer] | None = None,
+        tune: bool | str | Path = False,
+        wires: Sequence[Wire] = (),
+        timeline: Timeline | None = None,
     ) -> None:
         super().__init__()
         self.module, self.group, self._broadcasts_buffers = module, group, broadcast_buffers
+        self._timeline = NoTimeline() if timeline is None else timeline
         replicated = {name: p for name, p in module.named_parameters() if not _is_sharded(p)}
         named = {name: p for name, p in replicated.items() if p.requires_grad}
         _check_same_model(module, replicated, group)
-        raise_together(group, _problem(reduction, named))
-        settings = {"reduction": reduction, "bucket_bytes": bucket_bytes, "broadcast_buffers": broadcast_buffers}
+        given = plan is not None or bucket_bytes is not None
+        plan = together(group, lambda: _checked(reduction, named, bucket_bytes, plan))
+        settings = {
+            "reduction": reduction, **plan.to_json(), "broadcast_buffers": broadcast_buffers, "tune": bool(tune),
+            "check_finite": check_finite, "optimizer": optimizer is not None, "wires": [w.to_json() for w in wires],
+        }  # fmt: skip
         check_same_settings(group, "DataParallel", settings)
         self._parameters_sent = list(named.values())
         self._frozen = {name: p for name, p in replicated.items() if not p.requires_grad}
+        tuner = tuner_for(group, plan, named, tune, given=given, wires=wires)
         scale = 1.0 / group.size if reduction == "mean" else 1.0
-        self._engine = Engine(group, bucket_bytes=bucket_bytes, scale=scale)
+        self._engine = Engine(group, plan=tuner.plan, scale=scale, timeline=timeline, check_finite=check_finite)
         # Gradients become ready from the last layer to the first.
         self._engine.register(list(named), self._parameters_sent, range(len(named) - 1, -1, -1))
+        self._pace = Pace(group, self._engine, tuner, self._prepare_replan)
         broadcast_tensors([*replicated.values(), *module.buffers()], group)
         self._synchronise = True
         self._backward_running = False
         self._buffers_may_differ = True
-        self._set_aside: dict[int, Tensor] = {}
-        # A hook on the tensor would also run for torch.autograd.grad, which does not touch .grad. The tensor does not
-        # keep its accumulator alive.
-        self._accumulators = [get_gradient_edge(parameter).node for parameter in self._parameters_sent]
-        self._hooks: list[RemovableHandle] = []
-        for index, parameter in enumerate(self._parameters_sent):
-            before, after = _Hook(self._before_accumulation, index), _Hook(self._after_accumulation, index)
-            self._hooks.append(self._accumulators[index].register_prehook(before))
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(after))
-        weakref.finalize(self, _remove, self._hooks)
-        module.__dict__[_KEEPER] = _Keeper(self)
+        self._set_aside: dict[int, Any] = {}
+        self._stepper: BucketOptimizer | None = None
+        self.optimizer: Optimizer | None = None
+        if optimizer is not None:
+            self._stepper = BucketOptimizer(optimizer, module, named, self._engine, _settle, self._timeline)
+            self.optimizer = self._stepper.optimizer
+        self._hooks = GradientHooks(
+            module,
+            self._parameters_sent,
+            self._before_accumulation,
+            self._after_accumulation,
+            always=self._stepper is not None,
+        )
         # Only where this module is a part of another one: load_state_dict below goes to the wrapped module at once.
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
@@ -94,14 +134,33 @@ class DataParallel(nn.Module):
             RuntimeError: training cannot go on: the last backward pass failed, ``close`` was called, or a parameter
                 requires a gradient only since the module was wrapped.
         """
-        if self._backward_running:
+        if self._backward_running or self._engine.failed:
             raise RuntimeError("the last backward pass failed on this rank, so the ranks are out of step; start again")
         if torch.is_grad_enabled() and self.training:
             self._check_hooked()
             if self._synchronise and self._broadcasts_buffers and self._buffers_may_differ:
                 self.broadcast_buffers()
                 self._buffers_may_differ = False
-        return self.module(*args, **kwargs)
+        with self._timeline.span("forward", row=COMPUTATION):
+            return self.module(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the module's."""
+        if self._stepper is not None and not set_to_none:
+            self._stepper.finish()
+        super().zero_grad(set_to_none)
+
+    def synchronize(self) -> None:
+        """Take the steps of ``optimizer`` that are still outstanding. Afterwards parameters and gradients may be read.
+
+        ``optimizer.step()`` does it, and so do ``state_dict()`` and ``load_state_dict()``.
+        """
+        if self._stepper is not None:
+            self._stepper.finish()
+
+    def report(self) -> dict[str, Any]:
+        """How gradients travel and why, as JSON can carry it: the engine's report, and the tuner's as ``tuner``."""
+        return {**self._engine.report(), "tuner": self._pace.tuner.report()}
 
     def broadcast_buffers(self) -> None:
         """Collective: give every rank rank 0's buffers, for example before an evaluation that the ranks share."""
@@ -149,9 +208,12 @@ class DataParallel(nn.Module):
 
     def close(self) -> None:
         """Free the engine and let go of the module. Collective where the library demands it."""
-        _remove(self._hooks)
-        self.module.__dict__.pop(_KEEPER, None)
-        self._engine.close()
+        try:
+            if self._stepper is not None:
+                self._stepper.close()
+        finally:
+            self._hooks.remove()
+            self._engine.close()
 
     def _check_hooked(self) -> None:
         if not self._hooks:
@@ -163,62 +225,106 @@ class DataParallel(nn.Module):
                     "close() this DataParallel and wrap the module again"
                 )
 
-    def _before_accumulation(self, index: int, _: Any) -> None:
+    def _before_accumulation(self, index: int, parameter: Tensor) -> None:
         """Note [sums are kept apart]: what is a sum already must not be summed again with what backward adds."""
-        parameter = self._parameters_sent[index]
-        if parameter.grad is None:
-            return
-        if getattr(parameter.grad, _SUMMED, False):
-            self._set_aside[index], parameter.grad = parameter.grad, None
-        elif (earlier := getattr(parameter.grad, _EARLIER, None)) is not None:
+        if self._stepper is not None:
+            self._stepper.gradient_comes(index)
+        mark: Any = getattr(parameter.grad, _MARK, None)
+        if mark is _SUM:
+            self._set_aside[index] = parameter.grad
+            parameter.grad = None
+        elif mark is not None:
             # Backward with create_graph adds out of place: the next gradient is another tensor.
-            self._set_aside[index] = earlier
+            self._set_aside[index] = mark
 
     def _after_accumulation(self, index: int, parameter: Tensor) -> None:
-        if index in self._set_aside:
-            setattr(parameter.grad, _EARLIER, self._set_aside.pop(index))
+        if self._set_aside and index in self._set_aside:
+            setattr(parameter.grad, _MARK, self._set_aside.pop(index))
         if not self._synchronise:
             return
         if not self._backward_running:
-            self._backward_running = True
-            # Runs on this thread when the whole backward pass is done, before backward() returns.
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
-        self._engine.submit(index, self._gradient(index))
-
-    def _gradient(self, index: int) -> Tensor:
-        gradient = self._parameters_sent[index].grad
+            self._begin_backward()
+        gradient = parameter.grad
         assert gradient is not None
-        if gradient.layout != torch.strided:
-            raise TypeError(f"DataParallel: expected dense gradients, got {gradient.layout}; use sparse=False")
-        return gradient
+        if gradient.layout is not torch.strided:
+            _refuse_layout(gradient)
+        self._engine.submit(index, gradient)
+
+    def _begin_backward(self) -> None:
+        self._backward_running = True
+        self._backward_span = self._timeline.span("backward", row=COMPUTATION)
+        self._backward_span.__enter__()
+        # Runs on this thread when the whole backward pass is done, before backward() returns.
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _finish_backward(self) -> None:
-        for index, parameter in enumerate(self._parameters_sent):
+        for index in self._engine.missing():
             # Accumulated under no_sync, but not touched by this last backward pass.
-            local = parameter.grad is not None and not getattr(parameter.grad, _SUMMED, False)
-            if local and not self._engine.submitted(index):
-                self._engine.submit(index, self._gradient(index))
-        received = self._engine.flush()
-        for index, parameter in enumerate(self._parameters_sent):
-            if index in received:
-                earlier, parameter.grad = parameter.grad, received[index]
+            gradient = self._parameters_sent[index].grad
+            if gradient is not None and getattr(gradient, _MARK, None) is not _SUM:
+                if gradient.layout is not torch.strided:
+                    _refuse_layout(gradient)
+                self._engine.submit(index, gradient)
+        self._backward_span.__exit__(None, None, None)
+        try:
+            if self._stepper is not None and not self._engine.check_finite:
+                self._stepper.begin(self._engine.missing())
             else:
-                earlier = getattr(parameter.grad, _EARLIER, None)
-            if earlier is not None and parameter.grad is not None:
-                parameter.grad.add_(earlier)
-            if parameter.grad is not None:
-                setattr(parameter.grad, _SUMMED, True)
-                setattr(parameter.grad, _EARLIER, None)
-        self._backward_running, self._buffers_may_differ = False, True
+                self._sum_and_step()
+        finally:
+            self._backward_running = self._engine.failed
+        self._buffers_may_differ = True
+        self._timeline.instant("step", row=COMPUTATION)
+        self._pace.step(None if self._stepper is None else self._stepper.order_of_need)
+
+    def _sum_and_step(self) -> None:
+        """All sums, and then the whole step of the optimizer, if it is ours."""
+        missing = self._engine.missing()
+        try:
+            received = self._engine.flush()
+        except NonFiniteError:
+            self._settle_all({})
+            self._buffers_may_differ = True
+            self._pace.interrupt()
+            raise
+        self._settle_all(received)
+        if self._stepper is not None:
+            self._stepper.step_whole(missing)
+
+    def _settle_all(self, received: Mapping[int, Tensor]) -> None:
+        for parameter in self._parameters_sent:
+            _settle(parameter.grad)
+        for index, gradient in received.items():
+            self._parameters_sent[index].grad = _settle(gradient, self._parameters_sent[index].grad)
+
+    def _prepare_replan(self) -> None:
+        if self._stepper is not None:
+            self._stepper.prepare_replan()
 
 
 # Note [sums are kept apart]
 # Plain PyTorch adds to the gradients that are there. After one synchronised backward pass they are sums over the
 # ranks; if a second pass added to them and the result were summed, the first part would count once for each rank.
-# So a gradient that holds a sum is marked, is put aside when backward is about to add to it, hangs on the new local
-# gradient, and is added after that one has been summed. The marks live on the gradient tensors themselves:
+# So a gradient that holds a sum is marked, is put aside when backward is about to add to it, is the mark of the new
+# local gradient, and is added after that one has been summed. The marks live on the gradient tensors themselves:
 # zero_grad() at any moment drops both (with set_to_none=False, all but a sum that already waits under no_sync).
-_SUMMED, _EARLIER = "hybridpar_summed", "hybridpar_earlier"
+_MARK = "hybridpar_sum"
+_SUM = True  # survives copying
+
+
+def _settle(gradient: Tensor | None, earlier: Any = None) -> Tensor | None:
+    """``gradient`` is a sum now; an earlier one that waits on it, or is given, is added. Note [sums are kept apart]"""
+    if gradient is None:
+        return None
+    earlier = getattr(gradient, _MARK, None) if earlier is None else earlier
+    if earlier is not None and earlier is not _SUM:
+        gradient.add_(earlier)
+    setattr(gradient, _MARK, _SUM)
+    return gradient
+
+
+def _refuse_layout(gradient: Tensor) -> NoReturn:
+    raise TypeError(f"DataParallel: expected dense gradients, got {gradient.layout}; use sparse=False")
 
 
 def _is_sharded(parameter: Tensor) -> bool:
@@ -226,58 +332,25 @@ def _is_sharded(parameter: Tensor) -> bool:
     return group is not None and group.size > 1
 
 
-# Note [life of a wrapper]
-# Gradients must be summed for as long as the module is trained, even where only the module is kept. But a hook that
-# refers to its wrapper closes a cycle through C++, which Python's garbage collector cannot see: the engine's thread
-# would never end. So hooks refer to it weakly, and the module keeps it, by a cycle that the collector sees.
-_KEEPER = "_hybridpar_keeper"
-
-
-class _Keeper:
-    """Note [life of a wrapper]. Copies and pickles of the module come without the wrapper, as they have no hooks."""
-
-    def __init__(self, owner: DataParallel | None) -> None:
-        self.owner = owner
-
-    def __reduce__(self) -> tuple[type[_Keeper], tuple[None]]:
-        return _Keeper, (None,)
-
-
-class _Hook:
-    """Note [life of a wrapper]. A method and its first argument, for autograd to call."""
-
-    def __init__(self, method: Callable[[int, Any], None], index: int) -> None:
-        self._method, self._index = weakref.WeakMethod(method), index
-
-    def __call__(self, value: Any) -> None:
-        method = self._method()
-        assert method is not None, "hooks are removed when their owner is dropped"
-        method(self._index, value)
-
-
-def _remove(hooks: list[RemovableHandle]) -> None:
-    while hooks:
-        hooks.pop().remove()
-
-
-def _is_wrapped(parameter: Tensor) -> bool:
-    hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
-    return any(isinstance(hook, _Hook) for hook in hooks.values())
-
-
-def _problem(reduction: str, named: Mapping[str, Tensor]) -> ValueError | None:
-    """What is wrong with the arguments. Returned, for all ranks to raise it together."""
+def _checked(reduction: str, named: Mapping[str, Tensor], bucket_bytes: int | None, plan: Plan | None) -> Plan:
+    """The plan to begin with, if all arguments are right."""
     if reduction not in ("sum", "mean"):
-        return ValueError(f"reduction: expected 'sum' or 'mean', got {reduction!r}")
+        raise ValueError(f"reduction: expected 'sum' or 'mean', got {reduction!r}")
     if not named:
-        return ValueError("DataParallel: expected parameters that require a gradient, got none; use the module bare")
+        raise ValueError("DataParallel: expected parameters that require a gradient, got none; use the module bare")
     for name, parameter in named.items():
-        if _is_wrapped(parameter):
-            return ValueError(
+        if has_hooks(parameter):
+            raise ValueError(
                 f"DataParallel: expected a module that is in no DataParallel yet, got one whose {name} is: its "
                 "gradient would be summed twice; close() the other one first"
             )
-    return None
+    if plan is None:
+        return Plan(DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan: expected a Plan, got {plan!r}; pass hp.Plan(bucket_bytes=...)")
+    if bucket_bytes is not None:
+        raise ValueError(f"expected bucket_bytes or plan, got both: {bucket_bytes} and {plan}; put it into the plan")
+    return plan
 
 
 def _check_same_model(module: nn.Module, replicated: Mapping[str, Tensor], group: Group) -> None:

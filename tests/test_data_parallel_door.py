@@ -335,7 +335,8 @@ def test_a_bucket_travels_while_backward_still_runs(monkeypatch: pytest.MonkeyPa
     def work(group: Any) -> int:
         model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
         parallel = hp.DataParallel(model, group=group, bucket_bytes=16)
-        arrived, lane, count = threading.Event(), parallel._engine._lane, 0
+        (track,) = {current.track for current in parallel._engine._rounds}
+        arrived, lane, count = threading.Event(), track.lane, 0
 
         class Watched:
             def all_reduce(self, tensor: Tensor, op: Any) -> None:
@@ -345,7 +346,7 @@ def test_a_bucket_travels_while_backward_still_runs(monkeypatch: pytest.MonkeyPa
                 arrived.set()
 
         watched: Lane = Watched()  # type: ignore[assignment]
-        monkeypatch.setattr(parallel._engine, "_lane", watched)
+        monkeypatch.setattr(track, "lane", watched)
         x = torch.ones(1, 2)
         model[1](_Waits.apply(model[0](x), arrived)).sum().backward()
         assert arrived.is_set()

@@ -16,7 +16,12 @@ ROOT = Path(__file__).parents[1]
 FLOORS: list[list[list[str]]] = [
     [["hybridpar", "hybridpar.cli", "hybridpar.__main__"]],
     [["hybridpar.checkpoint"], ["hybridpar.estimate"], ["hybridpar.parallelize"], ["hybridpar.grad_norm"]],
-    [["hybridpar.data_parallel"], ["hybridpar.sync_batch_norm"], ["hybridpar.global_order"], ["hybridpar.head"]],
+    [
+        ["hybridpar.data_parallel", "hybridpar.bucket_optimizer", "hybridpar.gradient_hooks"],
+        ["hybridpar.sync_batch_norm"],
+        ["hybridpar.global_order"],
+        ["hybridpar.head"],
+    ],
     [["hybridpar.comm"], ["hybridpar.partition"]],
     [
         [

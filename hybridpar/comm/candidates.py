@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
+from hybridpar.comm.compose import Route
 from hybridpar.comm.plan import DEFAULT_BUCKET_BYTES, Plan
 from hybridpar.comm.wire import Wire
 
@@ -33,7 +34,7 @@ def candidate_grid(
         raise ValueError(f"wires: expected one or several different formats, got {list(wires)}")
     hosts, several = len(ranks_per_host), max(ranks_per_host) > 1
     # "auto" is hierarchical where hosts have several ranks, otherwise striped where there are several interfaces.
-    routes = ["auto"]
+    routes: list[Route] = ["auto"]
     if hosts > 1 and (several or interfaces > 1):
         routes.append("flat")
     if hosts > 1 and several and interfaces > 1:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 import hybridpar as hp
 from recipes.insightface.data import FACE_POLICY, GLYPH_POLICY, AugmentPolicy
 
@@ -127,6 +129,40 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class GradientsConfig:
+    """How the gradients of what is replicated travel between the ranks."""
+
+    wire: Literal["same", "bfloat16", "float16"] = "same"
+    """The format they travel in; same: their own."""
+    error_feedback: bool = False
+    """What rounding takes from a gradient is added to the next one."""
+    top_k: float = 0.0
+    """Above 0: only this fraction of each gradient travels, its largest values; the rest waits for the next step."""
+    bucket_mib: float = 4.0
+    """Gradients travel in buckets of up to this many MiB."""
+    tracks: int = 1
+    """Buckets that travel side by side, each on connections of its own."""
+    route: Literal["auto", "flat", "striped", "hierarchical"] = "auto"
+    """flat: all ranks in one ring; striped: over all --gradients.interfaces; hierarchical: inside hosts, then across;
+    auto: what suits the hosts."""
+    interfaces: tuple[str, ...] = ()
+    """Network interfaces of each host to use side by side, such as: eth0 eth1."""
+    tune: bool = False
+    """Try bucket sizes, tracks and routes in the first steps, and keep the fastest."""
+    timeline: Path | None = None
+    """Write there, as a Chrome trace, when the last steps computed and communicated."""
+
+    def plan(self) -> hp.Plan:
+        """Raises ValueError for values that do not go together."""
+        wire = hp.Wire(
+            dtype={"same": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.wire],
+            error_feedback=self.error_feedback,
+            top_k=self.top_k or None,
+        )
+        return hp.Plan(bucket_bytes=int(self.bucket_mib * (1 << 20)), tracks=self.tracks, route=self.route, wire=wire)
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Where a run writes, and when."""
 
@@ -158,6 +194,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    gradients: GradientsConfig = field(default_factory=GradientsConfig)
     run: RunConfig = field(default_factory=RunConfig)
     mode: Literal["hybrid", "data"] = "hybrid"
     """hybrid: the head is cut by class across ranks; data: every rank holds all of it, for comparison."""
@@ -190,6 +227,7 @@ class TrainConfig:
         for name in ("checkpoint_every", "keep", "evaluate_every", "log_every"):
             if getattr(self.run, name) < 1:
                 raise ValueError(f"run.{name}: expected at least 1, got {getattr(self.run, name)}")
+        self.gradients.plan()
         if not 0 <= self.optimizer.warmup < 1:
             raise ValueError(f"optimizer.warmup: expected a share in [0, 1), got {self.optimizer.warmup}")
 

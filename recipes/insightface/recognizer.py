@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,9 +52,9 @@ class Recognizer(ABC):
 class HybridRecognizer(Recognizer):
     """The backbone replicated, the head cut by class across the ranks."""
 
-    def __init__(self, backbone: nn.Module, head: hp.ShardedClassifier, group: hp.Group) -> None:
+    def __init__(self, backbone: nn.Module, head: hp.ShardedClassifier, group: hp.Group, **parallel: Any) -> None:
         self.backbone, self.head = backbone, head
-        self._replicated = hp.DataParallel(backbone, group=group)
+        self._replicated = hp.DataParallel(backbone, group=group, **parallel)
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = self.head(self._replicated(images), labels)
@@ -63,9 +64,10 @@ class HybridRecognizer(Recognizer):
 class DataRecognizer(Recognizer):
     """Backbone and whole head on every rank; all gradients travel."""
 
-    def __init__(self, backbone: nn.Module, head: hp.ShardedClassifier, group: hp.Group) -> None:
+    def __init__(self, backbone: nn.Module, head: hp.ShardedClassifier, group: hp.Group, **parallel: Any) -> None:
         self.backbone, self.head = backbone, head
-        self._replicated = hp.DataParallel(_Both(backbone, hp.ReplicatedClassifier(head, group)), group=group)
+        both = _Both(backbone, hp.ReplicatedClassifier(head, group))
+        self._replicated = hp.DataParallel(both, group=group, **parallel)
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = self._replicated(images, labels)
@@ -82,7 +84,9 @@ class _Both(nn.Module):
         return loss
 
 
-def build_recognizer(config: TrainConfig, num_classes: int, group: hp.Group, device: torch.device) -> Recognizer:
+def build_recognizer(
+    config: TrainConfig, num_classes: int, group: hp.Group, device: torch.device, timeline: hp.Timeline | hp.NoTimeline
+) -> Recognizer:
     """Build backbone and head as configured, equal on every rank for equal seeds."""
     torch.manual_seed(config.seed)
     backbone = build_model(
@@ -106,4 +110,6 @@ def build_recognizer(config: TrainConfig, num_classes: int, group: hp.Group, dev
         group=group if hybrid else hp.Group.alone(),
         device=device,
     )
-    return (HybridRecognizer if hybrid else DataRecognizer)(backbone, head, group)
+    mode = HybridRecognizer if hybrid else DataRecognizer
+    plan, tune = config.gradients.plan(), config.gradients.tune
+    return mode(backbone, head, group, plan=plan, tune=tune, wires=[plan.wire], timeline=timeline)

@@ -36,7 +36,7 @@ from recipes.insightface.verification import raw_pixel_result
 
 def main(config: TrainConfig) -> None:
     """Train to the end (or to SIGTERM), then verify, plot and export."""
-    group = hp.init(timeout=config.timeout)
+    group = hp.init(timeout=config.timeout, interfaces=config.gradients.interfaces)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hybridpar").setLevel(logging.INFO if group.rank == 0 else logging.WARNING)
     cores = len(os.sched_getaffinity(0))

@@ -53,7 +53,9 @@ class Trainer:
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
         self.num_classes = dataset.num_classes
-        self.recognizer = build_recognizer(config, dataset.num_classes, group, self.device)
+        wanted = config.gradients.timeline is not None
+        self.timeline = hp.Timeline(rank=group.rank) if wanted else hp.NoTimeline()
+        self.recognizer = build_recognizer(config, dataset.num_classes, group, self.device, self.timeline)
         self.optimizer = build_optimizer(config.optimizer, [p for _, p in self.recognizer.named_parameters()])
         self.order = hp.GlobalOrder(len(dataset), seed=config.seed)
         self.batches = Batches(dataset, self.order, config.data, config.batch // config.accumulate, group)
@@ -146,6 +148,8 @@ class Trainer:
                     for name, accuracy in self.evaluate(metrics).items():
                         progress.note(f"step {self.step}: accuracy on {name} {accuracy:.4f}")
                 clock += time.perf_counter() - paused
+        if self.config.gradients.timeline is not None:
+            self.timeline.save(self.config.gradients.timeline, self.group)
         return True
 
     @property
@@ -171,7 +175,9 @@ class Trainer:
                 print(f"step {self.step + 1} is skipped: {error}", flush=True)
             return {"loss": math.nan, "learning_rate": rate}
         self._skipped = 0
-        self.optimizer.step()
+        with self.timeline.span("optimizer", row="computation"):
+            self.optimizer.step()
+        self.timeline.instant("step", row="computation")
         return {"loss": float(loss), "learning_rate": rate, "gradient_norm": float(norm)}
 
     def _backward(self, micro_batches: Iterable[Batch]) -> Tensor:

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import hybridpar as hp
-import hybridpar.comm.engine as module
 from hybridpar.comm.engine import Engine
+from hybridpar.comm.plan import Plan
+from hybridpar.kernels.pack_table import PackTable
 from tests.head.cases import errors_of
 from tests.ranks import free_port, run_threads
 
@@ -63,7 +64,7 @@ def _rounds(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def _play(group: Any, case: dict[str, Any]) -> list[dict[int, Tensor]]:
-    engine = Engine(group, bucket_bytes=case["limit"], scale=case["scale"])
+    engine = Engine(group, plan=Plan(bucket_bytes=case["limit"]), scale=case["scale"])
     names = [f"tensor {index}" for index in range(len(case["kinds"]))]
     engine.register(names, [torch.empty(shape, dtype=dtype) for shape, dtype in case["kinds"]], case["order"])
     results = []
@@ -191,7 +192,7 @@ def test_ranks_that_register_different_things_all_learn_of_it() -> None:
         Engine(group).register(["a", "b"], [torch.empty(2)] * 2, [1, 0] if group.rank else [0, 1])
 
     def limits(group: Any) -> None:
-        Engine(group, bucket_bytes=100 + group.rank).register(["a"], [torch.empty(2)])
+        Engine(group, plan=Plan(bucket_bytes=100 + group.rank)).register(["a"], [torch.empty(2)])
 
     def scales(group: Any) -> None:
         Engine(group, scale=1.0 + group.rank).register(["a"], [torch.empty(2)])
@@ -205,7 +206,7 @@ def test_ranks_that_register_different_things_all_learn_of_it() -> None:
 
 def test_a_rank_that_never_flushes_ends_in_an_error_that_names_the_tensors() -> None:
     def work(group: Any) -> Exception | None:
-        engine = Engine(group, bucket_bytes=8)
+        engine = Engine(group, plan=Plan(bucket_bytes=8))
         engine.register(["stem", "neck", "tail"], [torch.empty(2), torch.empty(1), torch.empty(1)])
         if group.rank == 1:
             return None
@@ -227,17 +228,17 @@ def test_a_rank_that_never_flushes_ends_in_an_error_that_names_the_tensors() -> 
 
 def test_a_rank_whose_packing_fails_sends_nothing_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its second bucket would otherwise meet the other rank's first one, which has the same size."""
-    original, poisoned = module.pack, torch.full((2,), 7.0)
+    original, poisoned = PackTable.pack, torch.full((2,), 7.0)
 
-    def pack(tensors: Any, *arguments: Any) -> int:
+    def pack(table: PackTable, tensors: Any, *arguments: Any) -> Any:
         if tensors[0] is poisoned:
             raise MemoryError("no memory")
-        return original(tensors, *arguments)
+        return original(table, tensors, *arguments)
 
-    monkeypatch.setattr(module, "pack", pack)
+    monkeypatch.setattr(PackTable, "pack", pack)
 
     def work(group: Any) -> Exception | None:
-        engine = Engine(group, bucket_bytes=8)
+        engine = Engine(group, plan=Plan(bucket_bytes=8))
         engine.register(["stem", "tail"], [torch.empty(2), torch.empty(2)])
         engine.submit(0, poisoned if group.rank == 0 else torch.ones(2))
         engine.submit(1, torch.ones(2))
@@ -315,9 +316,10 @@ def test_two_engines_at_once_keep_their_rounds_apart() -> None:
 PROGRAM = """
 import os, signal, sys, time, torch, hybridpar as hp
 from hybridpar.comm.engine import Engine
+from hybridpar.comm.plan import Plan
 torch.set_num_threads(1)
 group = hp.init(timeout=20)
-engine = Engine(group, bucket_bytes=8)
+engine = Engine(group, plan=Plan(bucket_bytes=8))
 engine.register(["stem", "tail"], [torch.empty(2), torch.empty(2)])
 for number in range(3):
     tensors = [torch.full((2,), float(group.rank + number)) for _ in range(2)]

@@ -15,11 +15,13 @@ import torch
 
 import hybridpar as hp
 from hybridpar.comm import host_lane
+from hybridpar.comm.compose import Route
 from hybridpar.comm.engine import Engine
 from hybridpar.comm.host_lane import HostLane, with_shared_memory
 from hybridpar.comm.lanes import AloneLane, Lane
-from hybridpar.comm.torch_lane import TorchLane
+from hybridpar.comm.plan import Plan
 from hybridpar.comm.shm_lane import ShmLane
+from hybridpar.comm.torch_lane import TorchLane
 from tests.comm.lane_contract import CHECKS, Check, LaneContract
 from tests.ranks import run_processes, run_shared_threads, run_threads
 
@@ -169,7 +171,6 @@ def test_a_bucket_serves_on_when_others_are_gone_and_outlives_its_lane() -> None
 
 def test_the_engine_packs_into_shared_memory() -> None:
     def work(lane: Lane) -> None:
-        group = hp.Group(lane, hp.Group.alone().topology)
         taken: list[int] = []
 
         class Watched(ShmLane):
@@ -177,9 +178,11 @@ def test_the_engine_packs_into_shared_memory() -> None:
                 taken.append(numel)
                 return super().allocate(numel, dtype, device)
 
-        engine = Engine(group, bucket_bytes=4000)
-        engine._lane.close()
-        engine._lane = Watched(lane, 20)
+        class WatchedGroup(hp.Group):
+            def new_lane(self, route: Route = "auto") -> Lane:
+                return Watched(lane, 20)
+
+        engine = Engine(WatchedGroup(lane, hp.Group.alone().topology), plan=Plan(bucket_bytes=4000))
         tensors = [torch.full((size,), float(lane.rank + index)) for index, size in enumerate((900, 90, 2000))]
         engine.register(["a", "b", "c"], tensors)
         assert taken == [992, 2001]  # a flag for each tensor
