@@ -11,6 +11,7 @@ from hybridpar.comm.start import init
 from hybridpar.comm.timeline import NoTimeline, Timeline
 from hybridpar.comm.wire import Wire
 from hybridpar.data_parallel import DataParallel
+from hybridpar.engine_report import engine_report
 from hybridpar.global_order import GlobalOrder
 from hybridpar.grad_norm import clip_grad_norm_
 from hybridpar.head.classifier import ShardedClassifier
@@ -53,6 +54,7 @@ __all__ = [
     "abort_thread_group",
     "checkpoint",
     "clip_grad_norm_",
+    "engine_report",
     "functional",
     "global_mean",
     "init",

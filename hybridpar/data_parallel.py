@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,7 +94,7 @@ class DataParallel(nn.Module):
         named = {name: p for name, p in replicated.items() if p.requires_grad}
         _check_same_model(module, replicated, group)
         given = plan is not None or bucket_bytes is not None
-        plan = together(group, lambda: _checked(reduction, named, bucket_bytes, plan))
+        plan = together(group, lambda: _checked(reduction, named, bucket_bytes, plan)).resolved(len(group.hosts))
         settings = {
             "reduction": reduction, **plan.to_json(), "broadcast_buffers": broadcast_buffers, "tune": bool(tune),
             "check_finite": check_finite, "optimizer": optimizer is not None, "wires": [w.to_json() for w in wires],
@@ -124,6 +125,7 @@ class DataParallel(nn.Module):
             self._after_accumulation,
             always=self._stepper is not None,
         )
+        _OPEN.add(self)
         # Only where this module is a part of another one: load_state_dict below goes to the wrapped module at once.
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
@@ -212,6 +214,7 @@ class DataParallel(nn.Module):
             if self._stepper is not None:
                 self._stepper.close()
         finally:
+            _OPEN.discard(self)
             self._hooks.remove()
             self._engine.close()
 
@@ -330,6 +333,15 @@ def _refuse_layout(gradient: Tensor) -> NoReturn:
 def _is_sharded(parameter: Tensor) -> bool:
     group: Group | None = getattr(parameter, "hybridpar_group", None)
     return group is not None and group.size > 1
+
+
+# For reports only: nothing that computes or communicates may look here.
+_OPEN: weakref.WeakSet[DataParallel] = weakref.WeakSet()
+
+
+def open_wrappers() -> list[DataParallel]:
+    """All that are open in this process, for reports."""
+    return sorted(_OPEN, key=id)
 
 
 def _checked(reduction: str, named: Mapping[str, Tensor], bucket_bytes: int | None, plan: Plan | None) -> Plan:

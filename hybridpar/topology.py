@@ -80,12 +80,10 @@ class Switches:
     Attributes:
         tune: HYBRIDPAR_TUNE: 0 turns off the trial of plans during the first steps; 1, like nothing, leaves it on.
         tune_file: HYBRIDPAR_TUNE_FILE: where plans that were found are kept for the next run; None: nowhere.
-        timeline: HYBRIDPAR_TIMELINE: where the timeline is written; None: none is recorded.
     """
 
     tune: bool = True
     tune_file: Path | None = None
-    timeline: Path | None = None
 
 
 def switches(environ: Mapping[str, str] | None = None) -> Switches:
@@ -101,8 +99,8 @@ def switches(environ: Mapping[str, str] | None = None) -> Switches:
     tune = environ.get("HYBRIDPAR_TUNE") or "1"
     if tune not in {"0", "1"}:
         raise ValueError(f"expected 0 or 1 in HYBRIDPAR_TUNE, got {tune!r}; 0 turns the tuner off")
-    tune_file, timeline = environ.get("HYBRIDPAR_TUNE_FILE"), environ.get("HYBRIDPAR_TIMELINE")
-    return Switches(tune == "1", Path(tune_file) if tune_file else None, Path(timeline) if timeline else None)
+    tune_file = environ.get("HYBRIDPAR_TUNE_FILE")
+    return Switches(tune == "1", Path(tune_file) if tune_file else None)
 
 
 def host_identity() -> str:

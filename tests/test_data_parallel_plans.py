@@ -78,7 +78,7 @@ def test_training_goes_as_in_one_process(plan: Plan, tolerance: float) -> None:
 def test_bucket_bytes_is_short_for_a_plan() -> None:
     def work(group: Any) -> None:
         short = hp.DataParallel(nn.Linear(2, 2), group=group, bucket_bytes=77)
-        assert short.report()["plan"] == Plan(77).to_json()
+        assert short.report()["plan"] == Plan(77, tracks=1).to_json()
         with pytest.raises(ValueError, match="expected bucket_bytes or plan, got both: 77 and Plan"):
             hp.DataParallel(nn.Linear(2, 2), group=group, bucket_bytes=77, plan=Plan(77))
         with pytest.raises(TypeError, match="plan: expected a Plan, got 'flat'"):

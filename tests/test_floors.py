@@ -15,7 +15,13 @@ ROOT = Path(__file__).parents[1]
 # A name stands for the module and, where no longer name is listed, for all modules below it.
 FLOORS: list[list[list[str]]] = [
     [["hybridpar", "hybridpar.cli", "hybridpar.__main__"]],
-    [["hybridpar.checkpoint"], ["hybridpar.estimate"], ["hybridpar.parallelize"], ["hybridpar.grad_norm"]],
+    [
+        ["hybridpar.checkpoint"],
+        ["hybridpar.engine_report"],
+        ["hybridpar.estimate"],
+        ["hybridpar.parallelize"],
+        ["hybridpar.grad_norm"],
+    ],
     [
         ["hybridpar.data_parallel", "hybridpar.bucket_optimizer", "hybridpar.gradient_hooks"],
         ["hybridpar.sync_batch_norm"],

@@ -77,9 +77,9 @@ def test_half_an_environment_is_refused() -> None:
 
 
 def test_switches_are_on_off_and_places() -> None:
-    assert switches({}) == switches({"HYBRIDPAR_TUNE": "", "HYBRIDPAR_TUNE_FILE": ""}) == Switches(True, None, None)
-    found = switches({"HYBRIDPAR_TUNE": "0", "HYBRIDPAR_TUNE_FILE": "/a/b.json", "HYBRIDPAR_TIMELINE": "c.json"})
-    assert found == Switches(tune=False, tune_file=Path("/a/b.json"), timeline=Path("c.json"))
+    assert switches({}) == switches({"HYBRIDPAR_TUNE": "", "HYBRIDPAR_TUNE_FILE": ""}) == Switches(True, None)
+    found = switches({"HYBRIDPAR_TUNE": "0", "HYBRIDPAR_TUNE_FILE": "/a/b.json"})
+    assert found == Switches(tune=False, tune_file=Path("/a/b.json"))
     assert switches({"HYBRIDPAR_TUNE": "1"}).tune
     with pytest.raises(ValueError, match="expected 0 or 1 in HYBRIDPAR_TUNE, got 'no'"):
         switches({"HYBRIDPAR_TUNE": "no"})

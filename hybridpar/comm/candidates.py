@@ -11,7 +11,7 @@ from hybridpar.comm.wire import Wire
 
 # Step times change little within a factor of two of the best size.
 _BUCKET_BYTES = (1 << 20, 4 << 20, 16 << 20, 64 << 20)
-_TRACKS = (1, 2, 4)
+_TRACKS = (1, 3)
 
 
 def candidate_grid(
@@ -44,9 +44,9 @@ def candidate_grid(
     if len(sizes) < len(_BUCKET_BYTES):
         sizes.append(_BUCKET_BYTES[len(sizes)])
     first_size = DEFAULT_BUCKET_BYTES if DEFAULT_BUCKET_BYTES in sizes else sizes[-1]
-    # Across hosts a second track sends while the first one adds up inside its host.
+    # Across hosts one track sends while another one adds up inside its host.
     tracks = [count for count in _TRACKS if count == 1 or gradient_bytes > min(sizes) * (count - 1)]
-    first_tracks = 2 if hosts > 1 and 2 in tracks else 1
+    first_tracks = 3 if hosts > 1 and 3 in tracks else 1
     return [
         Plan(bucket_bytes, count, route, wire)
         for route, bucket_bytes, count, wire in product(

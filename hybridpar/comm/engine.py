@@ -73,7 +73,7 @@ class Engine:
         check_finite: bool = False,
     ) -> None:
         check_same_settings(group, "Engine", {**plan.to_json(), "scale": scale, "check_finite": check_finite})
-        self.plan = plan
+        self.plan = plan.resolved(len(group.hosts))
         self.check_finite = check_finite
         self._group, self._scale = group, scale
         self._timeline = NoTimeline() if timeline is None else timeline
@@ -153,6 +153,7 @@ class Engine:
         if any(current.tensors or current.closed for current in self._rounds):
             raise RuntimeError("replan: expected to be called between rounds, got tensors that wait for flush()")
         launch = None if launch_order is None else list(launch_order)
+        plan = plan.resolved(len(self._group.hosts))
         check_same_settings(self._group, "Engine.replan", {**plan.to_json(), "launch_order": launch})
         counts, dtypes = [tensor.numel() for tensor in self._examples], [tensor.dtype for tensor in self._examples]
         buckets = plan_buckets(counts, dtypes, self._order, plan.bucket_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridpar.comm.compose import ROUTES, Route
@@ -20,27 +20,27 @@ class Plan:
     Attributes:
         bucket_bytes: gradients travel together up to this many bytes of their own dtype; a larger one travels alone.
         tracks: buckets travel on so many communicators side by side, each with a thread of its own: one bucket is on
-            the network while another is in its shared-memory part.
+            the network while another is in its shared-memory part. None: one inside a host, three between hosts.
         route: how a bucket crosses the ranks: ``"flat"``, ``"striped"``, ``"hierarchical"``, or ``"auto"``, what suits
             the hosts (see ``hybridpar.comm.compose.compose``).
         wire: what of a gradient travels, and in which format.
     """
 
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    tracks: int = 1
+    tracks: int | None = None
     route: Route = "auto"
     wire: Wire = field(default_factory=Wire)
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "tracks"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
+            if (isinstance(value, bool) or not isinstance(value, int)) and not (name == "tracks" and value is None):
                 raise TypeError(f"Plan.{name}: expected an int, got {value!r}")
         if self.bucket_bytes < 1:
             raise ValueError(
                 f"Plan.bucket_bytes: expected 1 or more, got {self.bucket_bytes}; 1 sends every tensor alone"
             )
-        if not 1 <= self.tracks <= _MOST_TRACKS:
+        if self.tracks is not None and not 1 <= self.tracks <= _MOST_TRACKS:
             raise ValueError(
                 f"Plan.tracks: expected 1 to {_MOST_TRACKS}, got {self.tracks}; 2 or 3 keep a network busy"
             )
@@ -52,9 +52,13 @@ class Plan:
         if not isinstance(self.wire, Wire):
             raise TypeError(f"Plan.wire: expected a Wire, got {self.wire!r}; pass hp.Wire(dtype=...)")
 
+    def resolved(self, hosts: int) -> Plan:
+        """The same plan with a number of tracks, which here depends on the number of hosts."""
+        return self if self.tracks is not None else replace(self, tracks=1 if hosts == 1 else 3)
+
     def describe(self) -> str:
         """In words, for a log line."""
-        tracks = f"{self.tracks} track{'s' * (self.tracks > 1)}"
+        tracks = f"{self.tracks or 'fitting'} track{'s' * (self.tracks != 1)}"
         return f"buckets of {_bytes(self.bucket_bytes)} on {tracks}, route {self.route}, wire: {self.wire.describe()}"
 
     def to_json(self) -> dict[str, Any]:

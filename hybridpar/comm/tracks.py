@@ -50,6 +50,7 @@ class Tracks:
 
     def arrange(self, plan: Plan, device: torch.device) -> list[Track]:
         """Collective: as many tracks as the plan asks for. Those arranged before must be idle."""
+        assert plan.tracks is not None, "the engine resolves its plans"
         lanes = self._lanes.setdefault(plan.route, [])
         while len(lanes) < plan.tracks:
             lanes.append(self._group.new_lane(plan.route))

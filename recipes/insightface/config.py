@@ -140,8 +140,8 @@ class GradientsConfig:
     """Above 0: only this fraction of each gradient travels, its largest values; the rest waits for the next step."""
     bucket_mib: float = 4.0
     """Gradients travel in buckets of up to this many MiB."""
-    tracks: int = 1
-    """Buckets that travel side by side, each on connections of its own."""
+    tracks: int = 0
+    """Buckets that travel side by side, each on connections of its own; 0: as the hosts ask for."""
     route: Literal["auto", "flat", "striped", "hierarchical"] = "auto"
     """flat: all ranks in one ring; striped: over all --gradients.interfaces; hierarchical: inside hosts, then across;
     auto: what suits the hosts."""
@@ -159,7 +159,9 @@ class GradientsConfig:
             error_feedback=self.error_feedback,
             top_k=self.top_k or None,
         )
-        return hp.Plan(bucket_bytes=int(self.bucket_mib * (1 << 20)), tracks=self.tracks, route=self.route, wire=wire)
+        return hp.Plan(
+            bucket_bytes=int(self.bucket_mib * (1 << 20)), tracks=self.tracks or None, route=self.route, wire=wire
+        )
 
 
 @dataclass(frozen=True)
