@@ -32,6 +32,7 @@ FLOORS: list[list[list[str]]] = [
     [
         [
             "hybridpar.comm.agreement",
+            "hybridpar.comm.attendance",
             "hybridpar.comm.buckets",
             "hybridpar.comm.coalesce",
             "hybridpar.comm.compose",
@@ -39,6 +40,9 @@ FLOORS: list[list[list[str]]] = [
             "hybridpar.comm.group",
             "hybridpar.comm.host_lane",
             "hybridpar.comm.lanes",
+            "hybridpar.comm.mpi_lane",
+            "hybridpar.comm.mpi_library",
+            "hybridpar.comm.mpi_link",
             "hybridpar.comm.routes",
             "hybridpar.comm.segments",
             "hybridpar.comm.shm_lane",

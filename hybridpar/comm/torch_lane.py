@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import PrefixStore
 
+from hybridpar.comm.attendance import Attendance
 from hybridpar.comm.errors import CommunicationError
 from hybridpar.comm.lanes import Lane, Op, describe
 from hybridpar.comm.watch import Watch
@@ -66,18 +66,18 @@ class TorchLane(Lane):
         self.ranks = tuple(ranks)
         self.size, self.rank = len(self.ranks), self.ranks.index(meeting.rank)
         self._process = os.getpid()
-        self._calls = 0
-        self._key, self._gloo, self._nccl = "", None, None
+        self._attendance: Attendance | None = None
+        self._gloo, self._nccl = None, None
         members = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
         with self._named("connect", "nothing"):
             # Members make the same lanes in the same order, so each counts its own and all find the same number.
             number = meeting.store.add(f"hybridpar/{members}/{self.rank}", 1)
-            self._key = f"{members}/{number}"
-            place = PrefixStore(f"hybridpar/{self._key}", meeting.store)
+            key = f"{members}/{number}"
+            self._attendance = Attendance(meeting.watch, key, self.ranks)
+            place = PrefixStore(f"hybridpar/{key}", meeting.store)
             self._gloo = _gloo(place, self.rank, self.size, meeting.timeout, interface)
             if meeting.nccl:
                 self._nccl = _nccl(place, self.rank, self.size, meeting.timeout)
-        meeting.watch.set_status(self._key, _Calls(self))
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
         with self._named("all_reduce", tensor):
@@ -128,7 +128,8 @@ class TorchLane(Lane):
     def close(self) -> None:
         # Without its owner the group closes its connections, which is how the others hear that this rank is done.
         self._gloo = self._nccl = None
-        self._meeting.watch.set_status(self._key, None)
+        if self._attendance is not None:
+            self._attendance.close()
 
     def _backend(self, tensor: Tensor) -> Any:
         return self._nccl if tensor.is_cuda and self._nccl is not None else self._gloo
@@ -169,44 +170,19 @@ class TorchLane(Lane):
             )
         if operation != "connect" and self._gloo is None:
             raise self._failure("the lane is closed, or failed earlier", operation, tensor)
-        self._calls += 1
+        if self._attendance is not None:
+            self._attendance.begin()
         try:
             yield
         except RuntimeError as error:
-            reason = self._reason(str(error))
+            # See Note [who is gone].
+            reason = str(error) if self._attendance is None else self._attendance.blame(str(error))
             self.close()
             raise self._failure(reason, operation, tensor) from error
 
     def _failure(self, reason: str, operation: str, tensor: Tensor | str) -> CommunicationError:
         text = tensor if isinstance(tensor, str) else describe(tensor)
         return CommunicationError(reason, rank=self._meeting.rank, operation=operation, tensor=text)
-
-    def _reason(self, said: str) -> str:
-        """Who is to blame for what the library said. See Note [who is gone]."""
-        watch = self._meeting.watch
-        if gone := watch.gone(self.ranks):
-            return "; ".join(gone.values()) + f" ({said})"
-        behind = [rank for rank, answer in watch.ask(self.ranks).items() if answer and self._is_behind(answer)]
-        return f"{_named_ranks(behind)} did not come to this call ({said})" if behind else said
-
-    def _is_behind(self, answer: dict[str, Any]) -> bool:
-        """Whether a rank has made fewer calls of this lane than this one. A rank that closed the lane has not."""
-        return self._key in answer and int(answer[self._key]) < self._calls
-
-
-class _Calls:
-    """How many calls of a lane this rank has begun, as its status. Refers to no more than it must."""
-
-    def __init__(self, lane: TorchLane) -> None:
-        self._lane = weakref.ref(lane)
-
-    def __call__(self) -> int:
-        lane = self._lane()
-        return 0 if lane is None else lane._calls
-
-
-def _named_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: float, interface: str | None) -> Any:

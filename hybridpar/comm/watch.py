@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from hybridpar.topology import host_identity
@@ -26,6 +27,15 @@ Status = Callable[[], Any]
 # A host that answers no connection at all, and a process that accepts one and says nothing.
 _ANSWER_SECONDS = 1.5
 _LIMIT = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a rank answered, or what is wrong with it."""
+
+    answer: Any = None
+    problem: str = ""
+    ended: bool = False
 
 
 class Watch:
@@ -66,32 +76,35 @@ class Watch:
 
     def ask(self, ranks: Sequence[int]) -> dict[int, Any]:
         """What each rank says it is doing, by key; None for one that does not answer. Takes a few seconds at most."""
-        return {rank: answer for rank, (answer, _) in self._asked(ranks).items()}
+        return {rank: found.answer for rank, found in self._asked(ranks).items()}
 
     def gone(self, ranks: Sequence[int]) -> dict[int, str]:
         """Those of ``ranks`` that have ended or do not answer, and what is known of each."""
-        return {rank: problem for rank, (_, problem) in self._asked(ranks).items() if problem}
+        return {rank: found.problem for rank, found in self._asked(ranks).items() if found.problem}
+
+    def ended(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Those of ``ranks`` whose processes are known to have ended. One that only stands still may be busy."""
+        return {rank: found.problem for rank, found in self._asked(ranks).items() if found.ended}
 
     def close(self) -> None:
         """Stop answering: for the others this rank is gone."""
         self._finalizer()
 
-    def _asked(self, ranks: Sequence[int]) -> dict[int, tuple[Any, str]]:
+    def _asked(self, ranks: Sequence[int]) -> dict[int, _Found]:
         others = [rank for rank in ranks if rank != self.rank]
         if not others:
             return {}
         with ThreadPoolExecutor(min(32, len(others))) as pool:
             return dict(zip(others, pool.map(self._ask_one, others), strict=True))
 
-    def _ask_one(self, rank: int) -> tuple[Any, str]:
-        """(answer, "") or (None, what is wrong)."""
+    def _ask_one(self, rank: int) -> _Found:
         place = self._places[rank]
         deadline = time.monotonic() + _ANSWER_SECONDS
         refused = False
         while True:
             for address in ["127.0.0.1"] if place["host"] == self._host else place["addresses"]:
                 try:
-                    return _converse(address, place["port"], place["token"], deadline - time.monotonic()), ""
+                    return _Found(_converse(address, place["port"], place["token"], deadline - time.monotonic()))
                 except ConnectionRefusedError:
                     refused = True
                 except (OSError, ValueError):
@@ -99,7 +112,7 @@ class Watch:
             # A process that is just ending may still accept a connection, and then drop it.
             if refused or time.monotonic() > deadline:
                 what = "has ended" if refused else f"has not answered for {_ANSWER_SECONDS:g} s"
-                return None, f"rank {rank} ({place['name']}) {what}"
+                return _Found(problem=f"rank {rank} ({place['name']}) {what}", ended=refused)
             time.sleep(0.05)
 
 
