@@ -17,6 +17,7 @@ from hybridpar.comm.errors import CommunicationError
 from hybridpar.comm.group import DEFAULT_TIMEOUT, Group, connect
 from hybridpar.comm.lanes import AloneLane
 from hybridpar.comm.mpi_lane import MpiLane
+from hybridpar.comm.mpi_library import load
 from hybridpar.comm.watch import Watch
 from hybridpar.topology import Topology, detect, host_identity
 
@@ -118,14 +119,7 @@ def _meet_through_mpi(topology: Topology) -> Topology:
 
 def _world(size: int) -> Any:
     """MPI.COMM_WORLD, if it has that many ranks."""
-    try:
-        from mpi4py import MPI
-    except ImportError as error:
-        raise ValueError(
-            f"expected mpi4py and an MPI library, got {error}; install hybridpar[mpi], or set MASTER_ADDR and "
-            "MASTER_PORT so that the ranks can meet without it"
-        ) from error
-    world = MPI.COMM_WORLD
+    world = load().MPI.COMM_WORLD
     if world.Get_size() != size:
         raise ValueError(
             f"mpirun started {size} ranks but mpi4py sees {world.Get_size()}: expected both from one MPI; "
