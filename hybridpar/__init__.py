@@ -2,11 +2,14 @@
 
 from hybridpar import checkpoint, partition
 from hybridpar.comm import functional
+from hybridpar.comm import torch_backend as torch_backend
 from hybridpar.comm.agreement import together
+from hybridpar.comm.ddp_hook import ddp_hook
 from hybridpar.comm.errors import CommunicationError, NonFiniteError
 from hybridpar.comm.functional import global_mean
 from hybridpar.comm.group import Group, abort_thread_group, thread_groups
 from hybridpar.comm.plan import Plan
+from hybridpar.comm.process_group import ProcessGroupOptions
 from hybridpar.comm.start import init
 from hybridpar.comm.timeline import NoTimeline, Timeline
 from hybridpar.comm.wire import Wire
@@ -44,6 +47,7 @@ __all__ = [
     "NoTimeline",
     "NonFiniteError",
     "Plan",
+    "ProcessGroupOptions",
     "ReplicatedClassifier",
     "ShardedClassifier",
     "Softmax",
@@ -54,6 +58,7 @@ __all__ = [
     "abort_thread_group",
     "checkpoint",
     "clip_grad_norm_",
+    "ddp_hook",
     "engine_report",
     "functional",
     "global_mean",

@@ -75,9 +75,9 @@ class TorchLane(Lane):
             key = f"{members}/{number}"
             self._attendance = Attendance(meeting.watch, key, self.ranks)
             place = PrefixStore(f"hybridpar/{key}", meeting.store)
-            self._gloo = _gloo(place, self.rank, self.size, meeting.timeout, interface)
+            self._gloo = new_gloo(place, self.rank, self.size, meeting.timeout, interface)
             if meeting.nccl:
-                self._nccl = _nccl(place, self.rank, self.size, meeting.timeout)
+                self._nccl = new_nccl(place, self.rank, self.size, meeting.timeout)
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
         with self._named("all_reduce", tensor):
@@ -185,7 +185,7 @@ class TorchLane(Lane):
         return CommunicationError(reason, rank=self._meeting.rank, operation=operation, tensor=text)
 
 
-def _gloo(store: Store, rank: int, size: int, timeout: float, interface: str | None) -> Any:
+def new_gloo(store: Store, rank: int, size: int, timeout: float, interface: str | None) -> Any:
     seconds = timedelta(seconds=timeout)
     if interface is None:
         return dist.ProcessGroupGloo(store, rank, size, seconds)
@@ -199,7 +199,7 @@ def _gloo(store: Store, rank: int, size: int, timeout: float, interface: str | N
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: Store, rank: int, size: int, timeout: float) -> Any:
+def new_nccl(store: Store, rank: int, size: int, timeout: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout)
     return dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
