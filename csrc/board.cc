@@ -31,7 +31,7 @@ struct alignas(128) Board::State {
     std::atomic<std::uint32_t> step;
     std::atomic<std::uint32_t> sleepers;
     std::atomic<std::uint32_t> left;
-    std::uint32_t unused;
+    std::atomic<std::uint32_t> core; // on which the step was published
     // In the same cache line as the step, so that reading both costs one transfer between cores.
     Announcement announcements[2];
     // Why this rank gave up, written once, before the loss.
@@ -48,7 +48,6 @@ using Clock = std::chrono::steady_clock;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "ranks in other processes see no lock of ours");
 
-constexpr int kYields = 300;
 constexpr auto kLongestSleep = std::chrono::milliseconds(20);
 constexpr auto kBetweenChecks = std::chrono::milliseconds(100);
 
@@ -79,6 +78,15 @@ void wake(std::atomic<std::uint32_t> &word) {
     syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 #else
     (void)word;
+#endif
+}
+
+// The core that this thread runs on, from 1; 0 where the system does not say.
+std::uint32_t current_core() {
+#if defined(__linux__)
+    return static_cast<std::uint32_t>(sched_getcpu() + 1);
+#else
+    return 0;
 #endif
 }
 
@@ -125,8 +133,9 @@ Board::Board(std::byte *memory, std::size_t rank, std::vector<Member> members, d
       rank_(rank), members_(std::move(members)), timeout_(timeout), creator_(getpid()) {
     static_assert(sizeof(State) == 128 + kWhyBytes && sizeof(Shared) == 128);
     check(rank_ < size(), "expected a rank below ", size(), ", got ", rank_);
-    // Spinning helps only while the rank that is waited for has a core of its own.
-    spins_ = size() <= std::thread::hardware_concurrency() ? 1000 : 10;
+    const bool crowded = size() > std::thread::hardware_concurrency();
+    spins_ = crowded ? 10 : 1000;
+    yields_ = crowded ? 20 : 300;
 }
 
 bool Board::is_own_process() const {
@@ -148,6 +157,7 @@ void Board::announce(const Announcement &announcement) {
 
 void Board::publish() {
     State &mine = states_[rank_];
+    mine.core.store(current_core(), std::memory_order_relaxed);
     mine.step.store(++step_);
     if (mine.sleepers.load() != 0) wake(mine.step);
 }
@@ -158,10 +168,14 @@ void Board::await_all(std::uint32_t step) {
 }
 
 void Board::await(std::size_t peer, std::uint32_t step) {
-    for (int spin = 0; spin < spins_; ++spin) {
-        if (reached(states_[peer].step.load(std::memory_order_acquire), step)) return;
-        pause();
-    }
+    const State &theirs = states_[peer];
+    if (reached(theirs.step.load(std::memory_order_acquire), step)) return;
+    const std::uint32_t core = current_core();
+    if (core == 0 || core != theirs.core.load(std::memory_order_relaxed))
+        for (int spin = 0; spin < spins_; ++spin) {
+            pause();
+            if (reached(theirs.step.load(std::memory_order_acquire), step)) return;
+        }
     await_slowly(peer, step);
 }
 
@@ -175,7 +189,7 @@ void Board::await_slowly(std::size_t peer, std::uint32_t step) {
         if (leaving_.load()) throw Failure("this rank has closed the lane");
         throw_if_aborted();
         if (left) fail(Loss::left, peer);
-        if (turn < kYields) {
+        if (turn < yields_) {
             sched_yield();
             continue;
         }
