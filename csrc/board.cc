@@ -48,6 +48,9 @@ using Clock = std::chrono::steady_clock;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "ranks in other processes see no lock of ours");
 
+// How often a wait offers its core, and how many of these times others may take it.
+constexpr int kYields = 300, kTaken = 3;
+constexpr auto kYieldAlone = std::chrono::microseconds(5); // longer than a system call that changes nothing
 constexpr auto kLongestSleep = std::chrono::milliseconds(20);
 constexpr auto kBetweenChecks = std::chrono::milliseconds(100);
 
@@ -133,9 +136,8 @@ Board::Board(std::byte *memory, std::size_t rank, std::vector<Member> members, d
       rank_(rank), members_(std::move(members)), timeout_(timeout), creator_(getpid()) {
     static_assert(sizeof(State) == 128 + kWhyBytes && sizeof(Shared) == 128);
     check(rank_ < size(), "expected a rank below ", size(), ", got ", rank_);
-    const bool crowded = size() > std::thread::hardware_concurrency();
-    spins_ = crowded ? 10 : 1000;
-    yields_ = crowded ? 20 : 300;
+    // Spinning helps only while the rank that is waited for has a core of its own.
+    spins_ = size() <= std::thread::hardware_concurrency() ? 1000 : 10;
 }
 
 bool Board::is_own_process() const {
@@ -183,14 +185,17 @@ void Board::await_slowly(std::size_t peer, std::uint32_t step) {
     State &theirs = states_[peer];
     const auto start = Clock::now();
     auto next_check = start + kBetweenChecks;
+    int taken = 0;
     for (int turn = 0;; ++turn) {
         const bool left = theirs.left.load();
         if (reached(theirs.step.load(), step)) return;
         if (leaving_.load()) throw Failure("this rank has closed the lane");
         throw_if_aborted();
         if (left) fail(Loss::left, peer);
-        if (turn < yields_) {
+        if (turn < kYields && taken < kTaken) {
+            const auto before = Clock::now();
             sched_yield();
+            if (Clock::now() - before > kYieldAlone) ++taken;
             continue;
         }
         theirs.sleepers.fetch_add(1);

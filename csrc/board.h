@@ -42,10 +42,13 @@ std::int64_t process_start(std::int64_t id);
 //
 // Note [waits]
 // A wait spins for some microseconds, then offers its core to others, then sleeps until it is woken, for
-// milliseconds at most. It does not spin where the rank that is waited for was last on the same core, for then that
-// rank cannot go on meanwhile; ranks more than cores hardly spin at all. Only the sleep looks whether ranks are still
-// alive and whether the time is over, so that the usual, short wait costs no system call. Whoever finds that a rank is
-// lost writes it into the abort word; all others read the same name there.
+// milliseconds at most. It does not spin where the rank that is waited for was last on the same core and so cannot
+// go on meanwhile; ranks more than cores hardly spin at all. It soon sleeps where others take the core: strangers
+// may keep it for milliseconds, while who sleeps gets one as soon as he is woken.
+//
+// Only the sleep looks whether ranks are still alive and whether the time is over, so that the usual, short wait
+// costs no system call. Whoever finds that a rank is lost writes it into the abort word; all others read the same
+// name there.
 class Board {
   public:
     // `memory` is shared by all ranks, aligned to 128 bytes, board_bytes(size) long and zero before the first rank
@@ -109,7 +112,7 @@ class Board {
     std::size_t rank_;
     std::vector<Member> members_;
     double timeout_;
-    int spins_, yields_;
+    int spins_;
     std::int64_t creator_;
     std::uint32_t step_ = 0;
     std::uint32_t collective_ = 0;
