@@ -48,9 +48,7 @@ using Clock = std::chrono::steady_clock;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "ranks in other processes see no lock of ours");
 
-// How often a wait offers its core, and how many of these times others may take it.
-constexpr int kYields = 300, kTaken = 3;
-constexpr auto kYieldAlone = std::chrono::microseconds(5); // longer than a system call that changes nothing
+constexpr int kYields = 5;
 constexpr auto kLongestSleep = std::chrono::milliseconds(20);
 constexpr auto kBetweenChecks = std::chrono::milliseconds(100);
 
@@ -185,17 +183,14 @@ void Board::await_slowly(std::size_t peer, std::uint32_t step) {
     State &theirs = states_[peer];
     const auto start = Clock::now();
     auto next_check = start + kBetweenChecks;
-    int taken = 0;
     for (int turn = 0;; ++turn) {
         const bool left = theirs.left.load();
         if (reached(theirs.step.load(), step)) return;
         if (leaving_.load()) throw Failure("this rank has closed the lane");
         throw_if_aborted();
         if (left) fail(Loss::left, peer);
-        if (turn < kYields && taken < kTaken) {
-            const auto before = Clock::now();
+        if (turn < kYields) {
             sched_yield();
-            if (Clock::now() - before > kYieldAlone) ++taken;
             continue;
         }
         theirs.sleepers.fetch_add(1);
