@@ -31,7 +31,7 @@ struct alignas(128) Board::State {
     std::atomic<std::uint32_t> step;
     std::atomic<std::uint32_t> sleepers;
     std::atomic<std::uint32_t> left;
-    std::uint32_t unused;
+    std::atomic<std::uint32_t> core; // on which the step was published
     // In the same cache line as the step, so that reading both costs one transfer between cores.
     Announcement announcements[2];
     // Why this rank gave up, written once, before the loss.
@@ -48,7 +48,7 @@ using Clock = std::chrono::steady_clock;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "ranks in other processes see no lock of ours");
 
-constexpr int kYields = 300;
+constexpr int kYields = 5;
 constexpr auto kLongestSleep = std::chrono::milliseconds(20);
 constexpr auto kBetweenChecks = std::chrono::milliseconds(100);
 
@@ -79,6 +79,15 @@ void wake(std::atomic<std::uint32_t> &word) {
     syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 #else
     (void)word;
+#endif
+}
+
+// The core that this thread runs on, from 1; 0 where the system does not say.
+std::uint32_t current_core() {
+#if defined(__linux__)
+    return static_cast<std::uint32_t>(sched_getcpu() + 1);
+#else
+    return 0;
 #endif
 }
 
@@ -148,6 +157,7 @@ void Board::announce(const Announcement &announcement) {
 
 void Board::publish() {
     State &mine = states_[rank_];
+    mine.core.store(current_core(), std::memory_order_relaxed);
     mine.step.store(++step_);
     if (mine.sleepers.load() != 0) wake(mine.step);
 }
@@ -158,10 +168,14 @@ void Board::await_all(std::uint32_t step) {
 }
 
 void Board::await(std::size_t peer, std::uint32_t step) {
-    for (int spin = 0; spin < spins_; ++spin) {
-        if (reached(states_[peer].step.load(std::memory_order_acquire), step)) return;
-        pause();
-    }
+    const State &theirs = states_[peer];
+    if (reached(theirs.step.load(std::memory_order_acquire), step)) return;
+    const std::uint32_t core = current_core();
+    if (core == 0 || core != theirs.core.load(std::memory_order_relaxed))
+        for (int spin = 0; spin < spins_; ++spin) {
+            pause();
+            if (reached(theirs.step.load(std::memory_order_acquire), step)) return;
+        }
     await_slowly(peer, step);
 }
 

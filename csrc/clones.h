@@ -13,3 +13,11 @@
 #else
 #define HYBRIDPAR_INLINE inline
 #endif
+// Before a loop of which no turn reads what another one has written, whatever its pointers suggest.
+#if defined(__clang__)
+#define HYBRIDPAR_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define HYBRIDPAR_INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define HYBRIDPAR_INDEPENDENT
+#endif

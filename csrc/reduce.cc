@@ -10,8 +10,8 @@
 namespace hybridpar {
 namespace {
 
-// Elements whose partial results wait in the first-level cache for the next source.
-constexpr std::int64_t kBlock = 512;
+// Elements whose results wait in the first-level cache for the next source or target.
+constexpr std::int64_t kBlock = 1024;
 
 using Reduce = void (*)(const void *const *sources, std::size_t source_count, void *const *targets,
                         std::size_t target_count, std::int64_t count);
@@ -60,31 +60,105 @@ struct Min {
     }
 };
 
+// target[i] = first[i] (+) rest[i] (+) ... The target may be one of the sources.
+template <typename Combine, typename Target, typename First, typename... Rest>
+HYBRIDPAR_INLINE void combine(std::int64_t count, Target *target, const First *first, const Rest *...rest) {
+    HYBRIDPAR_INDEPENDENT
+    for (std::int64_t i = 0; i < count; ++i) {
+        auto value = load(first[i]);
+        ((value = Combine::of(value, load(rest[i]))), ...);
+        save(target[i], value);
+    }
+}
+
+// Two neighbours in one word, of which one half each is a float32: so no value has to change its place in a vector.
+struct Pair {
+    std::uint32_t bits;
+
+    static HYBRIDPAR_INLINE Pair at(const BFloat16 *values) {
+        Pair pair;
+        std::memcpy(&pair, values, sizeof(pair));
+        return pair;
+    }
+    HYBRIDPAR_INLINE float lower() const {
+        return bit_cast<float>(bits << 16);
+    }
+    HYBRIDPAR_INLINE float upper() const {
+        return bit_cast<float>(bits & 0xffff0000u);
+    }
+};
+
+template <typename Combine, typename... Rest>
+HYBRIDPAR_INLINE void combine(std::int64_t count, BFloat16 *target, const BFloat16 *first, const BFloat16 *second,
+                              const Rest *...rest) {
+    HYBRIDPAR_INDEPENDENT
+    for (std::int64_t i = 0; i + 1 < count; i += 2) {
+        const auto fold = [&](auto half) {
+            float value = Combine::of(half(Pair::at(first + i)), half(Pair::at(second + i)));
+            ((value = Combine::of(value, half(Pair::at(rest + i)))), ...);
+            return round_to_upper_half(value);
+        };
+        const std::uint32_t lower = fold([](Pair pair) { return pair.lower(); });
+        const std::uint32_t upper = fold([](Pair pair) { return pair.upper(); });
+        const Pair result{(upper & 0xffff0000u) | lower >> 16};
+        std::memcpy(target + i, &result, sizeof(result));
+    }
+    if (count % 2 == 0) return;
+    float value = Combine::of(load(first[count - 1]), load(second[count - 1]));
+    ((value = Combine::of(value, load(rest[count - 1]))), ...);
+    save(target[count - 1], value);
+}
+
+HYBRIDPAR_INLINE void copy_by_lines(void *target, const void *source, std::size_t bytes) {
+    constexpr std::size_t step = 256;
+    auto *to = static_cast<unsigned char *>(target);
+    const auto *from = static_cast<const unsigned char *>(source);
+    std::size_t done = 0;
+#if defined(__GNUC__)
+    typedef std::uint64_t Vector __attribute__((vector_size(64)));
+    for (; done + step <= bytes; done += step) {
+        // Copies of constant size become plain loads and stores, whatever the alignment.
+        Vector lines[4];
+        for (int i = 0; i < 4; ++i)
+            std::memcpy(&lines[i], from + done + i * sizeof(Vector), sizeof(Vector));
+        for (int i = 0; i < 4; ++i)
+            std::memcpy(to + done + i * sizeof(Vector), &lines[i], sizeof(Vector));
+        __asm__ __volatile__("" ::: "memory"); // or the compiler calls memcpy after all
+    }
+#endif
+    std::memcpy(to + done, from + done, bytes - done);
+}
+
 template <typename Combine, typename Value>
 HYBRIDPAR_INLINE void reduce_all(const void *const *sources, std::size_t source_count, void *const *targets,
                                  std::size_t target_count, std::int64_t count) {
-    alignas(64) Partial<Value> partial[kBlock];
     for (std::int64_t begin = 0; begin < count; begin += kBlock) {
         const std::int64_t length = std::min(kBlock, count - begin);
-        const Value *first = static_cast<const Value *>(sources[0]) + begin;
-        if (source_count == 1) {
-            for (std::int64_t i = 0; i < length; ++i)
-                partial[i] = load(first[i]);
-        } else {
-            const Value *second = static_cast<const Value *>(sources[1]) + begin;
-            for (std::int64_t i = 0; i < length; ++i)
-                partial[i] = Combine::of(load(first[i]), load(second[i]));
-        }
-        for (std::size_t s = 2; s < source_count; ++s) {
-            const Value *next = static_cast<const Value *>(sources[s]) + begin;
-            for (std::int64_t i = 0; i < length; ++i)
-                partial[i] = Combine::of(partial[i], load(next[i]));
-        }
+        const auto source = [&](std::size_t s) { return static_cast<const Value *>(sources[s]) + begin; };
         Value *target = static_cast<Value *>(targets[0]) + begin;
-        for (std::int64_t i = 0; i < length; ++i)
-            save(target[i], partial[i]);
+        // The conversions of float16 are long: compilers make better code of one at a time.
+        switch (std::is_same_v<Value, Float16> ? 0 : source_count) {
+        case 1: combine<Combine>(length, target, source(0)); break;
+        case 2: combine<Combine>(length, target, source(0), source(1)); break;
+        case 3: combine<Combine>(length, target, source(0), source(1), source(2)); break;
+        case 4: combine<Combine>(length, target, source(0), source(1), source(2), source(3)); break;
+        default:
+            alignas(64) Partial<Value> partial[kBlock], next[kBlock];
+            const auto widened = [&](std::size_t s) -> const Partial<Value> * {
+                if constexpr (std::is_same_v<Partial<Value>, Value>) {
+                    return source(s);
+                } else {
+                    combine<Combine>(length, next, source(s));
+                    return next;
+                }
+            };
+            combine<Combine>(length, partial, source(0));
+            for (std::size_t s = 1; s < source_count; ++s)
+                combine<Combine>(length, partial, partial, widened(s));
+            combine<Combine>(length, target, partial);
+        }
         for (std::size_t t = 1; t < target_count; ++t)
-            std::memcpy(static_cast<Value *>(targets[t]) + begin, target, length * sizeof(Value));
+            copy_by_lines(static_cast<Value *>(targets[t]) + begin, target, length * sizeof(Value));
     }
 }
 
@@ -123,23 +197,7 @@ constexpr std::array<std::array<Reduce, kReducedDTypes>, kReductions> kReduce = 
 } // namespace
 
 HYBRIDPAR_CLONES void copy_shared(void *target, const void *source, std::size_t bytes) {
-    constexpr std::size_t step = 256;
-    auto *to = static_cast<unsigned char *>(target);
-    const auto *from = static_cast<const unsigned char *>(source);
-    std::size_t done = 0;
-#if defined(__GNUC__)
-    typedef std::uint64_t Vector __attribute__((vector_size(64)));
-    for (; done + step <= bytes; done += step) {
-        // Copies of constant size become plain loads and stores, whatever the alignment.
-        Vector lines[4];
-        for (int i = 0; i < 4; ++i)
-            std::memcpy(&lines[i], from + done + i * sizeof(Vector), sizeof(Vector));
-        for (int i = 0; i < 4; ++i)
-            std::memcpy(to + done + i * sizeof(Vector), &lines[i], sizeof(Vector));
-        __asm__ __volatile__("" ::: "memory"); // or the compiler calls memcpy after all
-    }
-#endif
-    std::memcpy(to + done, from + done, bytes - done);
+    copy_by_lines(target, source, bytes);
 }
 
 void spread(void *const *targets, std::size_t target_count, const void *source, std::size_t bytes) {

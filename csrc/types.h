@@ -62,11 +62,15 @@ inline void store(float &target, float value) {
     target = value;
 }
 
-inline void store(BFloat16 &target, float value) {
+// The nearest bfloat16 in the upper half of the word; the lower half is undefined. A NaN becomes a quiet one.
+inline std::uint32_t round_to_upper_half(float value) {
     const std::uint32_t bits = bit_cast<std::uint32_t>(value);
-    const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const std::uint32_t quiet_nan = (bits >> 16) | 0x0040u;
-    target.bits = static_cast<std::uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
+    const std::uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    return value != value ? bits | 0x00400000u : rounded;
+}
+
+inline void store(BFloat16 &target, float value) {
+    target.bits = static_cast<std::uint16_t>(round_to_upper_half(value) >> 16);
 }
 
 inline void store(Float16 &target, float value) {

@@ -121,7 +121,7 @@ def check(lane: Lane, call: Call) -> None:
         whole.fill_(77)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
 @given(data=st.data())
 @settings(max_examples=20)
 def test_any_sequence_of_collectives_gives_what_torch_gives(size: int, data: st.DataObject) -> None:
