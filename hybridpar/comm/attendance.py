@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from hybridpar.comm.watch import Status
+from hybridpar.comm.watch import Found, Status
 
 
 class Observer(Protocol):
     """What is used of ``Watch``. Ranks are numbers in the job."""
 
     def set_status(self, key: str, status: Status | None) -> None: ...
-    def ask(self, ranks: Sequence[int]) -> dict[int, Any]: ...
-    def gone(self, ranks: Sequence[int]) -> dict[int, str]: ...
-    def ended(self, ranks: Sequence[int]) -> dict[int, str]: ...
+    def survey(self, ranks: Sequence[int]) -> Mapping[int, Found]: ...
 
 
 class Attendance:
@@ -29,38 +27,62 @@ class Attendance:
 
     def __init__(self, watch: Observer | None, key: str, ranks: Sequence[int]) -> None:
         self._watch, self._key, self._ranks = watch, key, tuple(ranks)
-        self._calls = calls = [0]
+        self._state = state = {"calls": 0, "gave_up": ""}
         if watch is not None:
-            watch.set_status(key, lambda: calls[0])  # not self, which would keep it alive
+            watch.set_status(key, lambda: state)  # not self, which would keep it alive
             self._finalizer = weakref.finalize(self, watch.set_status, key, None)
             self._finalizer.atexit = False
 
     def begin(self) -> None:
         """This rank has begun a call."""
-        self._calls[0] += 1
+        self._state["calls"] += 1  # type: ignore[operator]
 
-    def ended(self) -> str:
-        """Which members' processes have ended, as text; empty if none has, or none is known to have.
+    def give_up(self, why: str) -> None:
+        """This rank will not make another call. Whoever asks from now on is told why."""
+        self._state["gave_up"] = self._state["gave_up"] or why or "it cannot go on"
+        if self._watch is not None:
+            self._finalizer.detach()
+
+    def lost(self) -> str:
+        """Which members have ended or given up, as text; empty if none has, or none is known to have.
 
         A process that merely stands still is not counted: it may be busy.
         """
-        return "" if self._watch is None else "; ".join(self._watch.ended(self._ranks).values())
+        return "" if self._watch is None else self._lost(self._watch.survey(self._ranks))
 
     def blame(self, said: str) -> str:
         """``said``, which is what the library says, with the ranks that are to blame."""
         if self._watch is None:
             return said
-        if gone := self._watch.gone(self._ranks):
-            return f"{'; '.join(gone.values())} ({said})"
-        behind = [rank for rank, answer in self._watch.ask(self._ranks).items() if answer and self._is_behind(answer)]
-        if not behind:
-            return said
-        return f"rank{'s' * (len(behind) > 1)} {', '.join(map(str, behind))} did not come to this call ({said})"
+        found = self._watch.survey(self._ranks)
+        reason = self._lost(found) or self._behind(found) or _joined(each.problem for each in found.values())
+        return f"{reason} ({said})" if reason else said
 
     def close(self) -> None:
         """The lane is no longer in use."""
         if self._watch is not None:
             self._finalizer()
 
-    def _is_behind(self, answer: dict[str, Any]) -> bool:
-        return self._key in answer and int(answer[self._key]) < self._calls[0]
+    def _lost(self, found: Mapping[int, Found]) -> str:
+        if ended := _joined(each.problem for each in found.values() if each.ended):
+            return ended
+        states = {rank: self._state_of(each) for rank, each in found.items()}
+        return _joined(
+            f"rank {rank} gave up: {state['gave_up']}" for rank, state in states.items() if state and state["gave_up"]
+        )
+
+    def _behind(self, found: Mapping[int, Found]) -> str:
+        """Who has begun fewer calls than this rank, or has not come to the lane yet."""
+        late = [
+            rank
+            for rank, each in found.items()
+            if not each.problem and (self._state_of(each) or {"calls": 0})["calls"] < self._state["calls"]
+        ]
+        return f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))} did not come to this call" if late else ""
+
+    def _state_of(self, found: Found) -> dict[str, Any] | None:
+        return None if found.answer is None else found.answer.get(self._key)
+
+
+def _joined(texts: Any) -> str:
+    return "; ".join(text for text in texts if text)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from hybridpar.comm.attendance import Attendance
 from hybridpar.comm.host_lane import with_shared_memory
 from hybridpar.comm.lanes import AloneLane, Lane
 from hybridpar.comm.routes import HierarchicalLane, StripedLane
@@ -35,6 +37,12 @@ class Ways:
     shared_memory: bool = True
     interfaces: tuple[str, ...] = ()
     watch: Watch | None = None
+    _named: Counter[tuple[int, ...]] = field(default_factory=Counter, compare=False, repr=False)
+
+    def name(self, ranks: Sequence[int]) -> str:
+        """Of the next composed lane of ``ranks``, which make theirs in the same order and so find the same name."""
+        self._named[tuple(ranks)] += 1
+        return f"composed {tuple(ranks)} {self._named[tuple(ranks)]}"
 
 
 def compose(parent: Lane, ways: Ways, route: Route = "auto", *, host_of: Sequence[str] | None = None) -> Lane:
@@ -83,7 +91,7 @@ def _compose(parent: Lane, members: Sequence[int], host_of: Sequence[str], ways:
         rank=order[parent.rank],
         ranks=ranks,
         divide=lambda chosen: _compose(parent, [members[rank] for rank in chosen], host_of, ways, "auto"),
-        blame=lambda: "; ".join(ways.watch.gone(ranks).values()) if ways.watch is not None else "",
+        attendance=Attendance(ways.watch, ways.name(ranks), ranks),
     )
 
 
@@ -99,4 +107,5 @@ def _across(parent: Lane, members: Sequence[int], ways: Ways | None) -> Lane:
     """A lane that crosses hosts, on all interfaces or, without ``ways``, on the first one."""
     if ways is None or len(ways.interfaces) < 2 or not isinstance(parent, TorchLane):
         return parent.split(members)
-    return StripedLane([parent.split(members, interface) for interface in ways.interfaces])
+    # Shares move, and with them the place of a value in its piece: sums must not depend on it.
+    return StripedLane([parent.split(members, interface, ordered=True) for interface in ways.interfaces])

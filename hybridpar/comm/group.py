@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from hybridpar.comm.compose import Route, Ways, compose
 from hybridpar.comm.errors import CommunicationError
-from hybridpar.comm.lanes import AloneLane, Lane, Op, ThreadHub, ThreadLane
+from hybridpar.comm.lanes import REDUCIBLE, AloneLane, Lane, Op, ThreadHub, ThreadLane, describe
 from hybridpar.comm.shm_lane import ShmLane
-from hybridpar.comm.torch_lane import Meeting, TorchLane
+from hybridpar.comm.torch_lane import Meeting, TorchLane, interface_problem, own_connection
 from hybridpar.comm.values import gather_json
 from hybridpar.comm.watch import Watch
 from hybridpar.topology import Topology, detect, host_identity
@@ -132,47 +132,70 @@ class Group:
             return Group(self._lane.split(chosen), self.topology)
         return Group.over(self._origin.parent.split(chosen), self._origin.ways, topology=self.topology)
 
+    @torch.no_grad()
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
-        """Reduce ``tensor`` (contiguous, any shape) over the ranks, in place, and return it."""
-        self._lane.all_reduce(_contiguous(tensor, "all_reduce"), op)
+        """Reduce ``tensor`` (contiguous, any shape) over the ranks, in place, and return it.
+
+        Raises:
+            TypeError: of its dtype there is no sum (before anything is sent).
+        """
+        _check_reducible(tensor, "all_reduce")
+        self._lane.all_reduce(_contiguous(tensor, "all_reduce").detach(), op)
         return tensor
 
+    @torch.no_grad()
     def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """Concatenate the tensors of all ranks along dimension 0.
 
         Args:
             tensor: [rows, ...]; all dimensions but the first are equal on all ranks.
-            sizes: rows of each rank; None when every rank has as many as this one.
+            sizes: rows of each rank; None when every rank has as many as this one, which is then checked.
 
         Returns:
             [sum of sizes, ...].
+
+        Raises:
+            ValueError: the tensor has no dimension, or the ranks have other numbers of rows.
         """
+        if tensor.dim() == 0:
+            raise ValueError("all_gather: expected rows to put one behind the other, got a tensor without dimensions; "
+                             "use tensor[None]")  # fmt: skip
+        if sizes is None:
+            rows = self._rows(tensor.shape[0])
+            if len(set(rows)) > 1:
+                raise ValueError(f"all_gather: expected as many rows on every rank, got {rows}; pass sizes={rows}")
         sizes = self._checked_sizes(sizes, tensor.shape[0])
         if sizes[self.rank] != tensor.shape[0]:
             raise ValueError(f"expected {sizes[self.rank]} rows as sizes[{self.rank}] says, got {tensor.shape[0]}")
         gathered = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
-        self._lane.all_gather(gathered.split(sizes), tensor.contiguous())
+        self._lane.all_gather(gathered.split(sizes), tensor.detach().contiguous())
         return gathered
 
+    @torch.no_grad()
     def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """Sum over the ranks, of which this rank gets its own rows: the adjoint of ``all_gather``.
 
         Args:
             tensor: [sum of sizes, ...], the same shape on all ranks.
             sizes: rows that each rank receives; None divides the rows evenly.
+
+        Raises:
+            TypeError: of its dtype there is no sum (before anything is sent).
         """
+        _check_reducible(tensor, "reduce_scatter")
         if sizes is None and tensor.shape[0] % self.size:
             raise ValueError(f"expected rows divisible by {self.size} ranks, got {tensor.shape[0]}; pass sizes")
         sizes = self._checked_sizes(sizes, tensor.shape[0] // self.size)
         if sum(sizes) != tensor.shape[0]:
             raise ValueError(f"expected {sum(sizes)} rows as sizes {list(sizes)} say, got {tensor.shape[0]}")
         output = tensor.new_empty((sizes[self.rank], *tensor.shape[1:]))
-        self._lane.reduce_scatter(output, tensor.contiguous().split(sizes))
+        self._lane.reduce_scatter(output, tensor.detach().contiguous().split(sizes))
         return output
 
+    @torch.no_grad()
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Overwrite ``tensor`` (contiguous) with that of rank ``root``, and return it."""
-        self._lane.broadcast(_contiguous(tensor, "broadcast"), root)
+        self._lane.broadcast(_contiguous(tensor, "broadcast").detach(), root)
         return tensor
 
     def barrier(self) -> None:
@@ -192,6 +215,11 @@ class Group:
         self._lane.close()
         if self._origin is not None:
             self._origin.parent.close()
+
+    def _rows(self, mine: int) -> list[int]:
+        counts = list(torch.empty(self.size, 1, dtype=torch.int64).unbind())
+        self._lane.all_gather(counts, torch.tensor([mine]))
+        return [int(count) for count in counts]
 
     def _checked_sizes(self, sizes: Sequence[int] | None, default: int) -> list[int]:
         if sizes is None:
@@ -224,19 +252,30 @@ def connect(
         CommunicationError: the others could not be reached in time.
         ValueError: the ranks have different numbers of interfaces, or one does not exist.
     """
-    watch = _watch(store, rank, ranks, topology.address)
-    meeting = Meeting(store, rank, timeout, watch, torch.cuda.is_available())
-    parent = TorchLane(meeting, ranks, interfaces[0] if interfaces else None)
-    counts = gather_json(parent, len(interfaces))
+    if isinstance(interfaces, str):
+        raise TypeError(f"interfaces: expected a list of names, got the text {interfaces!r}; use [{interfaces!r}]")
+    exchange = _exchange(own_connection(store), rank, ranks)
+    try:
+        watch = Watch(rank, ranks, exchange, topology.address)
+        # Before anyone connects, or the others would wait for the one who cannot.
+        offers = exchange({"interfaces": len(interfaces), "problem": interface_problem(interfaces)})
+    except RuntimeError as error:
+        raise CommunicationError(str(error), rank=rank, operation="init", tensor="nothing") from error
+    for other, offer in zip(ranks, offers, strict=True):
+        if offer["problem"]:
+            raise ValueError(f"rank {other}: {offer['problem']}")
+    counts = [offer["interfaces"] for offer in offers]
     if len(set(counts)) > 1:
         raise ValueError(f"interfaces: expected as many on every host, got {counts} on the ranks in order")
+    meeting = Meeting(store, rank, timeout, watch, torch.cuda.is_available())
+    parent = TorchLane(meeting, ranks, interfaces[0] if interfaces else None)
     ways = Ways(host_identity(), timeout, shared_memory, tuple(interfaces), watch)
     return Group.over(parent, ways, topology=topology)
 
 
-def _watch(store: Store, rank: int, ranks: Sequence[int], hint: str | None) -> Watch:
-    members = ",".join(map(str, ranks))
-    place = PrefixStore(f"hybridpar/watch/{members}", store)
+def _exchange(store: Store, rank: int, ranks: Sequence[int]) -> Callable[[Any], list[Any]]:
+    """Collective: gives every member's value, by way of the store."""
+    place = PrefixStore(f"hybridpar/meet/{','.join(map(str, ranks))}", store)
 
     def exchange(value: Any) -> list[Any]:
         # Members meet in the same order everywhere, so each counts for itself.
@@ -244,10 +283,7 @@ def _watch(store: Store, rank: int, ranks: Sequence[int], hint: str | None) -> W
         place.set(f"{number}/{rank}", json.dumps(value))
         return [json.loads(place.get(f"{number}/{other}")) for other in ranks]
 
-    try:
-        return Watch(rank, ranks, exchange, hint)
-    except RuntimeError as error:
-        raise CommunicationError(str(error), rank=rank, operation="init", tensor="nothing") from error
+    return exchange
 
 
 def thread_groups(size: int, *, timeout: float = DEFAULT_TIMEOUT, hosts: int = 1) -> list[Group]:
@@ -273,9 +309,17 @@ def thread_groups(size: int, *, timeout: float = DEFAULT_TIMEOUT, hosts: int = 1
 
 def abort_thread_group(group: Group) -> None:
     """Make every wait of every rank of a thread group fail now: called when a rank cannot go on."""
-    if not isinstance(group._lane, ThreadLane | ShmLane):
+    origin = group._lane if group._origin is None else group._origin.parent
+    if not isinstance(origin, ThreadLane | ShmLane):
         raise TypeError(f"expected a group made by thread_groups, got {group!r}")
+    origin.abort()
     group._lane.abort()
+
+
+def _check_reducible(tensor: Tensor, operation: str) -> None:
+    if tensor.dtype not in REDUCIBLE:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE)
+        raise TypeError(f"{operation}: expected {names}, got {describe(tensor)}; cast it first")
 
 
 def _contiguous(tensor: Tensor, operation: str) -> Tensor:

@@ -16,10 +16,15 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hybridpar.comm.errors import CommunicationError
 
 Op = Literal["sum", "max", "min"]
+# What every lane between processes can reduce. Gathered and broadcast is any dtype.
+REDUCIBLE = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
+)  # fmt: skip
 
 
 class Lane(ABC):
@@ -228,6 +233,11 @@ class ThreadLane(Lane):
     def abort(self, why: str = "") -> None:
         """Make every wait of every rank fail, on this lane and those made of it."""
         self._hub.abort()
+
+
+def written(*tensors: Tensor) -> None:
+    """Lets autograd notice, as it would after copy_, that values saved for backward have changed."""
+    increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def describe(tensor: Tensor) -> str:

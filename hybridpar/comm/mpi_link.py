@@ -158,7 +158,7 @@ class Link:
                     raise _GaveUpError(heard, final=True)
                 probe = now + _FIRST_PROBE
             if now >= look:
-                if ended := self._attendance.ended():
+                if ended := self._attendance.lost():
                     # One of them may have ended only because it had given up, and have said why.
                     raise _GaveUpError(self._heard(_SPINS) or ended, final=True)
                 now = time.monotonic()
@@ -266,6 +266,7 @@ class Link:
         if self._unusable is not None:
             return
         self._unusable = reason
+        self._attendance.give_up(reason)
         self._library.lose(told)
         try:
             self._tell(told.encode()[:_MOST_TEXT])

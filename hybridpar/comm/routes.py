@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpar.comm.attendance import Attendance
 from hybridpar.comm.errors import CommunicationError
 from hybridpar.comm.lanes import Lane, Op, describe
 from hybridpar.comm.worker import Worker
@@ -57,42 +58,38 @@ class StripedLane(Lane):
         self._calls = 0
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
-        if self._is_small(tensor.nbytes):
-            self._fastest.all_reduce(tensor, op)
+        if (lane := self._lane_alone(tensor, tensor.nbytes)) is not None:
+            lane.all_reduce(tensor, op)
             return
         pieces = self._pieces(tensor)
         calls = [_call(lane.all_reduce, piece, op) for lane, piece in zip(self._lanes, pieces, strict=True)]
-        self._run(tensor.nbytes, calls)
+        self._run(calls, [piece.nbytes for piece in pieces])
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        total = sum(output.nbytes for output in outputs)
-        if self._is_small(total):
-            self._fastest.all_gather(outputs, tensor)
+        if (lane := self._lane_alone(tensor, sum(output.nbytes for output in outputs))) is not None:
+            lane.all_gather(outputs, tensor)
             return
-        columns = zip(*map(self._pieces, outputs), strict=True)
-        own = self._pieces(tensor)
-        parts = zip(self._lanes, columns, own, strict=True)
-        calls = [_call(lane.all_gather, list(column), piece) for lane, column, piece in parts]
-        self._run(total, calls)
+        columns = [list(column) for column in zip(*map(self._pieces, outputs), strict=True)]
+        parts = zip(self._lanes, columns, self._pieces(tensor), strict=True)
+        calls = [_call(lane.all_gather, column, piece) for lane, column, piece in parts]
+        self._run(calls, [sum(piece.nbytes for piece in column) for column in columns])
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
-        total = sum(part.nbytes for part in inputs)
-        if self._is_small(total):
-            self._fastest.reduce_scatter(output, inputs)
+        if (lane := self._lane_alone(output, sum(part.nbytes for part in inputs))) is not None:
+            lane.reduce_scatter(output, inputs)
             return
-        columns = zip(*map(self._pieces, inputs), strict=True)
-        own = self._pieces(output)
-        parts = zip(self._lanes, columns, own, strict=True)
-        calls = [_call(lane.reduce_scatter, piece, list(column)) for lane, column, piece in parts]
-        self._run(total, calls)
+        columns = [list(column) for column in zip(*map(self._pieces, inputs), strict=True)]
+        parts = zip(self._lanes, self._pieces(output), columns, strict=True)
+        calls = [_call(lane.reduce_scatter, piece, column) for lane, piece, column in parts]
+        self._run(calls, [sum(piece.nbytes for piece in column) for column in columns])
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        if self._is_small(tensor.nbytes):
-            self._fastest.broadcast(tensor, root)
+        if (lane := self._lane_alone(tensor, tensor.nbytes)) is not None:
+            lane.broadcast(tensor, root)
             return
         pieces = self._pieces(tensor)
         calls = [_call(lane.broadcast, piece, root) for lane, piece in zip(self._lanes, pieces, strict=True)]
-        self._run(tensor.nbytes, calls)
+        self._run(calls, None)  # its root is done before its data has arrived, which says nothing of the lane
 
     def barrier(self) -> None:
         self._fastest.barrier()
@@ -114,27 +111,33 @@ class StripedLane(Lane):
     def _fastest(self) -> Lane:
         return self._lanes[max(range(len(self.shares)), key=self.shares.__getitem__)]
 
-    def _is_small(self, total: int) -> bool:
-        return total < _STRIPED_BYTES
+    def _lane_alone(self, tensor: Tensor, total: int) -> Lane | None:
+        """The lane that carries all of a call, if one does. The order of CUDA work between threads would be open."""
+        if tensor.is_cuda:
+            return self._lanes[0]
+        return self._fastest if total < _STRIPED_BYTES else None
 
     def _pieces(self, tensor: Tensor) -> list[Tensor]:
         return _cut(tensor.view(-1), self.shares)
 
-    def _run(self, total: int, calls: Sequence[Callable[[], None]]) -> None:
-        """Make one call on each lane at the same time, and note how fast each was."""
+    def _run(self, calls: Sequence[Callable[[], None]], sizes: Sequence[int] | None) -> None:
+        """Make one call on each lane at the same time and, given the bytes of each, note how fast the lanes were."""
         futures: list[Future[float]] = [
             worker.submit(_timed, call) for worker, call in zip(self._workers, calls[1:], strict=True)
         ]
         try:
             seconds = [_timed(calls[0])]
             seconds += [future.result() for future in futures]
-        except BaseException:
-            self.abort()  # the other lanes would wait for ranks that will not come
+        except BaseException as error:
+            self.abort(str(error))  # the other lanes would wait for ranks that will not come
+            wait(futures)  # nobody may write into the tensor any more
             raise
-        for number, taken in enumerate(seconds):
-            speed = total * self.shares[number] / taken
-            before = self._speeds[number]
-            self._speeds[number] = _MEMORY * before + (1 - _MEMORY) * speed if before else speed
+        if sizes is None:
+            return
+        for number, (size, taken) in enumerate(zip(sizes, seconds, strict=True)):
+            before, speed = self._speeds[number], size / taken
+            if size:
+                self._speeds[number] = _MEMORY * before + (1 - _MEMORY) * speed if before else speed
         self._calls += 1
         if self._adapt and (self._calls == _FIRST_AGREEMENT or self._calls % _AGREEMENT == 0):
             self._agree()
@@ -147,6 +150,8 @@ class StripedLane(Lane):
         """
         speeds = torch.tensor(self._speeds, dtype=torch.float64)
         self._fastest.all_reduce(speeds, "max")
+        if float(speeds.min()) == 0:
+            return  # a lane has carried nothing yet
         shares = [max(float(share), _LEAST_SHARE) for share in speeds / speeds.sum()]
         self.shares = [share / sum(shares) for share in shares]
 
@@ -165,7 +170,7 @@ class HierarchicalLane(Lane):
         rank: this rank.
         ranks: numbers of the members in the job.
         divide: makes what ``split`` returns.
-        blame: says which ranks are gone, or nothing.
+        attendance: of the whole lane.
     """
 
     def __init__(
@@ -177,10 +182,10 @@ class HierarchicalLane(Lane):
         rank: int,
         ranks: Sequence[int],
         divide: Callable[[Sequence[int]], Lane],
-        blame: Callable[[], str],
+        attendance: Attendance,
     ) -> None:
         self.rank, self.size, self.ranks = rank, sum(map(len, hosts)), tuple(ranks)
-        self._local, self._cross, self._divide, self._blame = local, cross, divide, blame
+        self._local, self._cross, self._divide, self._attendance = local, cross, divide, attendance
         self._hosts = [list(host) for host in hosts]
         self._here = next(number for number, host in enumerate(self._hosts) if rank in host)
         self._carriers = min(map(len, self._hosts))
@@ -264,11 +269,13 @@ class HierarchicalLane(Lane):
         return self._divide(members)
 
     def close(self) -> None:
+        self._attendance.close()
         self._local.close()
         if self._cross is not None:
             self._cross.close()
 
     def abort(self, why: str = "") -> None:
+        self._attendance.give_up(why)
         self._local.abort(why)
         if self._cross is not None:
             self._cross.abort(why)
@@ -286,12 +293,13 @@ class HierarchicalLane(Lane):
     @contextmanager
     def _together(self, operation: str, tensor: Tensor | None) -> Iterator[None]:
         """If a part fails, so does the whole: ranks that wait in the other part must hear of it."""
+        self._attendance.begin()
         try:
             yield
         except CommunicationError as error:
-            gone = self._blame()
-            self.abort(gone or error.reason)
-            reason = f"{gone} ({error.reason})" if gone and gone not in error.reason else error.reason
+            # A part knows only whom it waited for itself.
+            reason = self._attendance.blame(error.reason)
+            self.abort(reason)
             text = error.tensor if tensor is None else describe(tensor)
             raise CommunicationError(reason, rank=self.ranks[self.rank], operation=operation, tensor=text) from error
         except BaseException as error:

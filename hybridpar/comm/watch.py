@@ -9,6 +9,9 @@ what it is doing. Nothing is sent while all goes well.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import ipaddress
 import json
 import os
 import secrets
@@ -27,11 +30,21 @@ Status = Callable[[], Any]
 # A host that answers no connection at all, and a process that accepts one and says nothing.
 _ANSWER_SECONDS = 1.5
 _LIMIT = 1 << 20
+_ASKERS = 64
+_LOOPBACK = "127.0.0.1"
+# What accept() says of a socket that was shut down or closed.
+_CLOSED = {errno.EINVAL, errno.EBADF, errno.ENOTSOCK}
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What a rank answered, or what is wrong with it."""
+class Found:
+    """What a rank answered, or what is wrong with it.
+
+    Attributes:
+        answer: what it is doing, by key; None if it did not answer.
+        problem: says so, where something is wrong with it; empty for one that lives, or that nobody can ask.
+        ended: whether its process is known to have ended.
+    """
 
     answer: Any = None
     problem: str = ""
@@ -53,7 +66,7 @@ class Watch:
     ) -> None:
         self.rank = rank
         self._statuses: dict[str, Status] = {}
-        listener = socket.create_server(("", 0), backlog=256)
+        listener = _listener()
         token = secrets.token_hex(16)
         self._host = host_identity()
         place = {
@@ -64,7 +77,7 @@ class Watch:
         threading.Thread(
             target=_answer, args=(listener, token, self._statuses), name="hybridpar-watch", daemon=True
         ).start()
-        self._finalizer = weakref.finalize(self, _close, listener)
+        self._finalizer = weakref.finalize(self, _close, listener, os.getpid())
         self._places: dict[int, dict[str, Any]] = dict(zip(ranks, exchange(place), strict=True))
 
     def set_status(self, key: str, status: Status | None) -> None:
@@ -74,71 +87,86 @@ class Watch:
         else:
             self._statuses[key] = status
 
+    def survey(self, ranks: Sequence[int]) -> dict[int, Found]:
+        """How each of ``ranks`` is, this one left out. Takes seconds at most, more only for hundreds of silent ones."""
+        others = [rank for rank in ranks if rank != self.rank]
+        if not others:
+            return {}
+        with ThreadPoolExecutor(min(_ASKERS, len(others))) as pool:
+            return dict(zip(others, pool.map(self._ask_one, others), strict=True))
+
     def ask(self, ranks: Sequence[int]) -> dict[int, Any]:
-        """What each rank says it is doing, by key; None for one that does not answer. Takes a few seconds at most."""
-        return {rank: found.answer for rank, found in self._asked(ranks).items()}
+        """What each rank says it is doing, by key; None for one that does not answer."""
+        return {rank: found.answer for rank, found in self.survey(ranks).items()}
 
     def gone(self, ranks: Sequence[int]) -> dict[int, str]:
         """Those of ``ranks`` that have ended or do not answer, and what is known of each."""
-        return {rank: found.problem for rank, found in self._asked(ranks).items() if found.problem}
+        return {rank: found.problem for rank, found in self.survey(ranks).items() if found.problem}
 
     def ended(self, ranks: Sequence[int]) -> dict[int, str]:
         """Those of ``ranks`` whose processes are known to have ended. One that only stands still may be busy."""
-        return {rank: found.problem for rank, found in self._asked(ranks).items() if found.ended}
+        return {rank: found.problem for rank, found in self.survey(ranks).items() if found.ended}
 
     def close(self) -> None:
         """Stop answering: for the others this rank is gone."""
         self._finalizer()
 
-    def _asked(self, ranks: Sequence[int]) -> dict[int, _Found]:
-        others = [rank for rank in ranks if rank != self.rank]
-        if not others:
-            return {}
-        with ThreadPoolExecutor(min(32, len(others))) as pool:
-            return dict(zip(others, pool.map(self._ask_one, others), strict=True))
-
-    def _ask_one(self, rank: int) -> _Found:
+    def _ask_one(self, rank: int) -> Found:
         place = self._places[rank]
+        addresses = [_LOOPBACK] if place["host"] == self._host else place["addresses"]
+        if not addresses:
+            return Found()  # its host did not know how others reach it
         deadline = time.monotonic() + _ANSWER_SECONDS
-        refused = False
         while True:
-            for address in ["127.0.0.1"] if place["host"] == self._host else place["addresses"]:
+            refusals = 0
+            for address in addresses:
                 try:
-                    return _Found(_converse(address, place["port"], place["token"], deadline - time.monotonic()))
+                    return Found(_converse(address, place["port"], place["token"], deadline - time.monotonic()))
                 except ConnectionRefusedError:
-                    refused = True
+                    refusals += 1
                 except (OSError, ValueError):
                     pass  # another address may lead there; what is wrong is said below
             # A process that is just ending may still accept a connection, and then drop it.
-            if refused or time.monotonic() > deadline:
-                what = "has ended" if refused else f"has not answered for {_ANSWER_SECONDS:g} s"
-                return _Found(problem=f"rank {rank} ({place['name']}) {what}", ended=refused)
+            ended = refusals == len(addresses)
+            if ended or time.monotonic() > deadline:
+                what = "has ended" if ended else f"has not answered for {_ANSWER_SECONDS:g} s"
+                return Found(problem=f"rank {rank} ({place['name']}) {what}", ended=ended)
             time.sleep(0.05)
+
+
+def _listener() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=256, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=256)
 
 
 def _own_addresses(hint: str | None) -> list[str]:
     """Addresses by which ranks of other hosts may reach this process, the most likely first."""
     found: dict[str, None] = {}
-    if hint is not None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    for way in _resolved(hint) if hint is not None else []:
+        family = socket.AF_INET6 if ":" in way else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect((hint, 9))  # sends nothing: the system only chooses the way
+                probe.connect((way, 9))  # sends nothing: the system only chooses the way
                 found[probe.getsockname()[0]] = None
             except OSError:
-                pass
+                continue
+    found |= dict.fromkeys(_resolved(socket.gethostname()))
+    return [address for address in found if not ipaddress.ip_address(address.partition("%")[0]).is_loopback]
+
+
+def _resolved(name: str) -> list[str]:
     try:
-        for *_, address in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET):
-            found[str(address[0])] = None
+        return [str(address[0]) for *_, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     except OSError:
-        pass
-    return [address for address in found if not address.startswith("127.")] or list(found)
+        return []
 
 
-def _close(listener: socket.socket) -> None:
-    try:
-        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone does not
-    finally:
-        listener.close()
+def _close(listener: socket.socket, process: int) -> None:
+    if os.getpid() == process:  # what a forked child shuts down is shut for its parent, too
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone does not
+    listener.close()
 
 
 def _converse(address: str, port: int, token: str, seconds: float) -> Any:
@@ -155,10 +183,16 @@ def _answer(listener: socket.socket, token: str, statuses: dict[str, Status]) ->
     while True:
         try:
             connection, _ = listener.accept()
-        except OSError:
-            return  # closed
+        except OSError as error:
+            if error.errno in _CLOSED:
+                return
+            time.sleep(0.1)  # no file descriptor is free: there will be one again
+            continue
         # A thread for each, so that a stranger who says nothing keeps nobody waiting.
-        threading.Thread(target=_answer_one, args=(connection, token, statuses), daemon=True).start()
+        try:
+            threading.Thread(target=_answer_one, args=(connection, token, statuses), daemon=True).start()
+        except RuntimeError:  # no thread is free
+            connection.close()
 
 
 def _answer_one(connection: socket.socket, token: str, statuses: dict[str, Status]) -> None:

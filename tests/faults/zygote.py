@@ -1,7 +1,8 @@
 """A process that has imported everything, and forks a rank for every line that it reads: ranks start in no time.
 
 A line of input is a JSON object: ``{"rank": ..., "variables": {...}, "folder": ..., "work": {...}}`` starts a rank,
-``{"kill": rank}`` kills one with SIGKILL. The answer to each is the number of its process. No thread may run here, for fork's sake.
+``{"kill": rank}`` kills one with SIGKILL. The answer to each is the number of its process. No thread may run here, for
+fork's sake.
 """
 
 from __future__ import annotations
