@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from hybridpar.comm.compose import Route, Ways, compose
 from hybridpar.comm.errors import CommunicationError
-from hybridpar.comm.lanes import REDUCIBLE, AloneLane, Lane, Op, ThreadHub, ThreadLane, describe
+from hybridpar.comm.lanes import AloneLane, Lane, Op, ThreadHub, ThreadLane, check_reducible
 from hybridpar.comm.shm_lane import ShmLane
 from hybridpar.comm.torch_lane import Meeting, TorchLane, interface_problem, own_connection
 from hybridpar.comm.values import gather_json
@@ -139,7 +139,7 @@ class Group:
         Raises:
             TypeError: of its dtype there is no sum (before anything is sent).
         """
-        _check_reducible(tensor, "all_reduce")
+        check_reducible("all_reduce", tensor)
         self._lane.all_reduce(_contiguous(tensor, "all_reduce").detach(), op)
         return tensor
 
@@ -182,7 +182,7 @@ class Group:
         Raises:
             TypeError: of its dtype there is no sum (before anything is sent).
         """
-        _check_reducible(tensor, "reduce_scatter")
+        check_reducible("reduce_scatter", tensor)
         if sizes is None and tensor.shape[0] % self.size:
             raise ValueError(f"expected rows divisible by {self.size} ranks, got {tensor.shape[0]}; pass sizes")
         sizes = self._checked_sizes(sizes, tensor.shape[0] // self.size)
@@ -314,12 +314,6 @@ def abort_thread_group(group: Group) -> None:
         raise TypeError(f"expected a group made by thread_groups, got {group!r}")
     origin.abort()
     group._lane.abort()
-
-
-def _check_reducible(tensor: Tensor, operation: str) -> None:
-    if tensor.dtype not in REDUCIBLE:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE)
-        raise TypeError(f"{operation}: expected {names}, got {describe(tensor)}; cast it first")
 
 
 def _contiguous(tensor: Tensor, operation: str) -> Tensor:

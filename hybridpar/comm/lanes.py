@@ -235,6 +235,13 @@ class ThreadLane(Lane):
         self._hub.abort()
 
 
+def check_reducible(operation: str, tensor: Tensor) -> None:
+    """Raises TypeError for a dtype that not every lane between processes can add up."""
+    if tensor.dtype not in REDUCIBLE:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE)
+        raise TypeError(f"{operation}: expected {names}, got {describe(tensor)}; cast it first")
+
+
 def written(*tensors: Tensor) -> None:
     """Lets autograd notice, as it would after copy_, that values saved for backward have changed."""
     increment_version([tensor for tensor in tensors if not tensor.is_inference()])

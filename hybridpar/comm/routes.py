@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridpar.comm.attendance import Attendance
 from hybridpar.comm.errors import CommunicationError
-from hybridpar.comm.lanes import Lane, Op, describe
+from hybridpar.comm.lanes import Lane, Op, check_reducible, describe
 from hybridpar.comm.worker import Worker
 
 # Pieces begin at multiples of this many elements: cache lines, and the vectors of the kernels.
@@ -58,6 +58,7 @@ class StripedLane(Lane):
         self._calls = 0
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
+        check_reducible("all_reduce", tensor)
         if (lane := self._lane_alone(tensor, tensor.nbytes)) is not None:
             lane.all_reduce(tensor, op)
             return
@@ -75,6 +76,7 @@ class StripedLane(Lane):
         self._run(calls, [sum(piece.nbytes for piece in column) for column in columns])
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
+        check_reducible("reduce_scatter", output)
         if (lane := self._lane_alone(output, sum(part.nbytes for part in inputs))) is not None:
             lane.reduce_scatter(output, inputs)
             return
@@ -194,6 +196,7 @@ class HierarchicalLane(Lane):
         self._shares = [1 / self._carriers] * self._carriers + [0.0] * (local.size - self._carriers)
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
+        check_reducible("all_reduce", tensor)
         slices = _cut(tensor.view(-1), self._shares)
         own = slices[self._local.rank]
         with self._together("all_reduce", tensor):
@@ -222,6 +225,7 @@ class HierarchicalLane(Lane):
                         self._local.all_gather(parts, parts[self._local.rank])
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
+        check_reducible("reduce_scatter", output)
         mates = range(self._local.size)
         with self._together("reduce_scatter", output):
             for layer in range(self._layers):

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from hybridpar.comm.attendance import Attendance
 from hybridpar.comm.errors import CommunicationError
-from hybridpar.comm.lanes import REDUCIBLE, Lane, Op, describe, written
+from hybridpar.comm.lanes import Lane, Op, check_reducible, describe, written
 from hybridpar.comm.watch import Watch
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -110,7 +110,7 @@ class TorchLane(Lane):
         self._attendance = Attendance(meeting.watch, self.key, self.ranks)
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
-        _check_reducible("all_reduce", tensor)
+        check_reducible("all_reduce", tensor)
         with self._call("all_reduce", tensor):
             # gloo rounds half types after every addition, and takes sums in an order that depends on the place. With
             # two ranks there is only one addition.
@@ -133,7 +133,7 @@ class TorchLane(Lane):
             written(*outputs)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
-        _check_reducible("reduce_scatter", output)
+        check_reducible("reduce_scatter", output)
         with self._call("reduce_scatter", output):
             if self._nccl is not None and output.is_cuda:
                 works = [self._nccl.reduce_scatter([output], [list(inputs)], dist.ReduceScatterOptions())]
@@ -298,12 +298,6 @@ def _broadcast(backend: Any, tensor: Tensor, root: int) -> Any:
     return backend.broadcast([tensor.detach().view(-1).view(torch.uint8)], options)
 
 
-def _check_reducible(operation: str, tensor: Tensor) -> None:
-    if tensor.dtype not in REDUCIBLE:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE)
-        raise TypeError(f"{operation}: expected {names}, got {describe(tensor)}; cast it first")
-
-
 def _keep_for_good(group: Any) -> None:
     """Note [waits in gloo]. Not even the end of the interpreter may free it."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -345,7 +339,7 @@ def interface_problem(names: Sequence[str]) -> str:
 def own_connection(store: Store) -> Store:
     """The same store over a connection of its own, where it has any: whoever waits at one blocks all who share it."""
     try:
-        return cast(Any, store).clone()  # type: ignore[no-any-return]
+        return cast("Any", store).clone()  # type: ignore[no-any-return]
     except (AttributeError, NotImplementedError, RuntimeError):
         return store  # a file or memory, at which nobody waits for another
 

@@ -22,7 +22,7 @@ from tests.ranks import run_processes, run_threads
 def _verdict(check: Callable[[Any], None], subject: Lane | hp.Group) -> str | None:
     try:
         check(subject)
-    except Exception:
+    except (Exception, pytest.fail.Exception):
         return traceback.format_exc()
     return None
 

@@ -19,7 +19,8 @@ import pytest
 
 from hybridpar.comm.attendance import Attendance
 from hybridpar.comm.mpi_library import Library
-from tests.comm.lane_contract import CHECKS, Check, LaneContract
+from hybridpar.comm.watch import Found
+from tests.comm.lane_contract import CHECKS, Check, LaneContract, abort_ends_a_wait_and_all_later_calls
 
 ROOT = Path(__file__).parents[2]
 SIZE = 3
@@ -102,7 +103,8 @@ class TestMpiLane(LaneContract):
     sizes = (SIZE,)
 
     def verdict(self, check: Check, size: int) -> str | None:
-        found = [report[check.__name__] for report in _outcome("ordinary").reports]
+        mode = "failures" if check is abort_ends_a_wait_and_all_later_calls else "ordinary"
+        found = [report[check.__name__] for report in _outcome(mode).reports]
         return next((text for text in found if text), None)
 
 
@@ -120,7 +122,7 @@ def test_all_else_that_must_work_and_a_process_that_ends_as_usual() -> None:
 def test_failures_come_in_time_and_leave_the_status_of_the_process_alone() -> None:
     outcome = _outcome("failures")
     assert not _problems(outcome)
-    assert all(len(report) == 6 for report in outcome.reports)
+    assert all(len(report) == 7 for report in outcome.reports)
     assert outcome.status == 7, outcome.said
 
 
@@ -161,29 +163,32 @@ class _Witness:
         else:
             self.statuses[key] = status
 
-    def ask(self, ranks: Any) -> dict[int, Any]:
-        return {rank: self.answers.get(rank) for rank in ranks}
-
-    def gone(self, ranks: Any) -> dict[int, str]:
-        return {rank: text for rank, text in self.silent.items() if rank in ranks}
-
-    def ended(self, ranks: Any) -> dict[int, str]:
-        return {rank: text for rank, text in self.gone(ranks).items() if "ended" in text}
+    def survey(self, ranks: Any) -> dict[int, Found]:
+        found = {rank: Found(self.answers.get(rank)) for rank in ranks}
+        problems = {rank: text for rank, text in self.silent.items() if rank in ranks}
+        return found | {rank: Found(problem=text, ended="ended" in text) for rank, text in problems.items()}
 
 
 def test_blame_goes_to_ranks_that_are_gone_before_those_that_are_behind() -> None:
-    answers = {3: {"lane": 2}, 4: {"lane": 1}, 5: {"other": 0}, 6: {"lane": 0}}
+    def state(calls: int, gave_up: str = "") -> dict[str, Any]:
+        return {"lane": {"calls": calls, "gave_up": gave_up}}
+
+    answers = {3: state(2), 4: state(1), 5: {"other": 0}, 6: state(0)}
     witness = _Witness(answers, {})
     attendance = Attendance(witness, "lane", [3, 4, 5, 6])
     attendance.begin()
     attendance.begin()
-    assert witness.statuses["lane"]() == 2
-    assert attendance.blame("late") == "ranks 4, 6 did not come to this call (late)"
+    assert witness.statuses["lane"]() == {"calls": 2, "gave_up": ""}
+    assert attendance.blame("late") == "ranks 4, 5, 6 did not come to this call (late)"
     witness.silent = {5: "rank 5 is silent", 9: "rank 9 has ended"}
-    assert attendance.blame("late") == "rank 5 is silent (late)"
-    assert attendance.ended() == ""
+    assert attendance.blame("late") == "ranks 4, 6 did not come to this call (late)", "who is silent may be busy"
+    assert attendance.lost() == ""
+    answers[3] = state(2, "rank 1 has ended")
+    assert attendance.lost() == "rank 3 gave up: rank 1 has ended"
     witness.silent[4] = "rank 4 has ended"
-    assert attendance.ended() == "rank 4 has ended"
+    assert attendance.blame("late") == "rank 4 has ended (late)"
+    witness.silent, witness.answers = {5: "rank 5 is silent"}, {rank: state(2) for rank in (3, 4, 6)}
+    assert attendance.blame("late") == "rank 5 is silent (late)"
     attendance.close()
     assert witness.statuses == {}
     assert Attendance(None, "lane", [3, 4]).blame("late") == "late"

@@ -1,6 +1,7 @@
 """A rank is killed at a random moment, on every route: every survivor says in time who is gone, and nothing is left.
 
-``pytest tests/faults/test_kills.py --kills 20`` does it 20 times on each route.
+``pytest tests/faults/test_kills.py --kills 20`` does it 20 times on each route. On some routes a rank is also stopped,
+or ends by an exception of its own.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import contextlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +85,8 @@ def two_hosts() -> Iterator[tuple[Zygotes, Cluster]]:
 @pytest.mark.parametrize("route", ONE_HOST.values(), ids=ONE_HOST.keys())
 def test_on_one_host(route: dict[str, Any], one_host: Zygotes, tmp_path: Path, kills: int, trial_seed: int) -> None:
     for trial in range(kills):
-        _trial(one_host, [4], route, "127.0.0.1", tmp_path, f"{trial_seed}/{trial}")
+        with _started(one_host, [4], route, "127.0.0.1", tmp_path, f"{trial_seed}/{trial}") as ranks:
+            _check_a_kill(ranks)
 
 
 @pytest.mark.hosts
@@ -92,41 +96,142 @@ def test_on_two_hosts(
 ) -> None:
     zygotes, cluster = two_hosts
     for trial in range(kills):
-        _trial(zygotes, [2, 2], route, cluster.address(0), tmp_path, f"{trial_seed}/{trial}")
+        with _started(zygotes, [2, 2], route, cluster.address(0), tmp_path, f"{trial_seed}/{trial}") as ranks:
+            _check_a_kill(ranks)
 
 
-def _trial(zygotes: Zygotes, counts: list[int], route: dict[str, Any], address: str, parent: Path, seed: str) -> None:
+@pytest.mark.parametrize("check", ["stop", "mistake"])
+@pytest.mark.parametrize("route", ONE_HOST.values(), ids=ONE_HOST.keys())
+def test_other_faults_on_one_host(
+    check: str, route: dict[str, Any], one_host: Zygotes, tmp_path: Path, trial_seed: int
+) -> None:
+    mistaken = trial_seed % 4 if check == "mistake" else None
+    with _started(one_host, [4], route, "127.0.0.1", tmp_path, f"{trial_seed}/0", mistaken) as ranks:
+        _CHECKS[check](ranks)
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("check", ["stop", "mistake"])
+@pytest.mark.parametrize("name", ["striped inside hierarchical"])
+def test_other_faults_on_two_hosts(
+    check: str, name: str, two_hosts: tuple[Zygotes, Cluster], tmp_path: Path, trial_seed: int
+) -> None:
+    zygotes, cluster = two_hosts
+    mistaken = trial_seed % 4 if check == "mistake" else None
+    address, seed = cluster.address(0), f"{trial_seed}/0"
+    with _started(zygotes, [2, 2], TWO_HOSTS[name], address, tmp_path, seed, mistaken) as ranks:
+        _CHECKS[check](ranks)
+
+
+@dataclass
+class Trial:
+    """Ranks that reduce.
+
+    Attributes:
+        places: host of each rank.
+        victim: the rank that something happens to.
+    """
+
+    zygotes: Zygotes
+    folder: Path
+    seed: str
+    places: Sequence[int]
+    victim: int
+    processes: set[str] = field(default_factory=set)
+
+    def signal(self, name: str, rank: int) -> None:
+        self.zygotes.tell(self.places[rank], {"signal": name, "to": rank})
+
+    def status(self, rank: int) -> int:
+        """As ``subprocess`` has it, once it has ended."""
+        return self.zygotes.tell(self.places[rank], {"await": rank, "seconds": 20})
+
+    def check_survivors(self, since: float) -> None:
+        """All that raise since then name the victim, in time, and nobody who lives."""
+        survivors = [rank for rank in range(len(self.places)) if rank != self.victim]
+        _await([self.folder / f"{rank}.json" for rank in survivors], 3 * TIMEOUT + _GRACE, self.folder)
+        for rank in survivors:
+            seen = json.loads((self.folder / f"{rank}.json").read_text())
+            context = f"seed {self.seed}, victim {self.victim}, rank {rank}: {seen}"
+            reason = seen["text"].split(" failed: ", 1)[1]
+            assert f"rank {self.victim} " in reason, context
+            accused = re.findall(r"rank (\d+) \(process [^)]*\) has (?:ended|not answered)", reason)
+            assert set(accused) <= {str(self.victim)}, context
+            assert seen["raised"] - since < TIMEOUT + _GRACE, context
+            assert seen["threads"] == [], context
+
+    def check_memory(self) -> None:
+        # A segment's name says which process made it.
+        left = [path.name for path in FOLDER.iterdir() if self.processes & set(path.name.split("-"))]
+        assert left == [], (self.seed, self.victim)
+
+
+@contextlib.contextmanager
+def _started(
+    zygotes: Zygotes,
+    counts: list[int],
+    route: dict[str, Any],
+    address: str,
+    parent: Path,
+    seed: str,
+    mistaken: int | None = None,
+) -> Iterator[Trial]:
     print(f"seed {seed}")
     draw = random.Random(seed)  # noqa: S311
     folder = parent / seed.replace("/", "-")
     folder.mkdir()
-    processes = set()
-    work = {"tracks": 2, "interfaces": [], "shared_memory": True, "seed": draw.randrange(1 << 30), **route}
+    work = {
+        "tracks": 2, "interfaces": [], "shared_memory": True, "seed": draw.randrange(1 << 30), "mistaken": mistaken,
+    } | route  # fmt: skip
     places = [(host, local) for host, count in enumerate(counts) for local in range(count)]
     size, port = len(places), free_port()
-    for rank, (host, local) in enumerate(places):
-        variables = {
-            "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": counts[host],
-            "MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
-        }  # fmt: skip
-        text = {name: str(value) for name, value in variables.items()}
-        order = {"rank": rank, "variables": text, "folder": str(folder), "work": work}
-        processes.add(str(zygotes.tell(host, order)))
-    _await([folder / f"{rank}.runs" for rank in range(size)], 60, folder)
-    victim = draw.randrange(size)
-    time.sleep(draw.uniform(0, 0.05))
-    zygotes.tell(places[victim][0], {"kill": victim})
+    victim = draw.randrange(size) if mistaken is None else mistaken
+    trial = Trial(zygotes, folder, seed, [host for host, _ in places], victim)
+    try:
+        for rank, (host, local) in enumerate(places):
+            variables = {
+                "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": counts[host],
+                "MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
+            }  # fmt: skip
+            text = {name: str(value) for name, value in variables.items()}
+            order = {"rank": rank, "variables": text, "folder": str(folder), "work": work}
+            trial.processes.add(str(zygotes.tell(host, order)))
+        _await([folder / f"{rank}.runs" for rank in range(size)], 60, folder)
+        time.sleep(draw.uniform(0, 0.05))
+        yield trial
+    finally:
+        (folder / "over").touch()
+
+
+def _check_a_kill(trial: Trial) -> None:
+    trial.signal("SIGKILL", trial.victim)
     killed = time.monotonic()
-    survivors = [rank for rank in range(size) if rank != victim]
-    _await([folder / f"{rank}.json" for rank in survivors], 3 * TIMEOUT + _GRACE, folder)
-    for rank in survivors:
-        seen = json.loads((folder / f"{rank}.json").read_text())
-        assert f"rank {victim} " in seen["text"].split(" failed: ", 1)[1], (seed, rank, victim, seen)
-        assert seen["raised"] - killed < TIMEOUT + _GRACE, (seed, rank, victim, seen)
-        assert seen["threads"] == [], (seed, rank, victim, seen)
-    # A segment's name says which process made it.
-    left = [path.name for path in FOLDER.iterdir() if processes & set(path.name.split("-"))]
-    assert left == [], (seed, victim)
+    trial.check_survivors(killed)
+    trial.check_memory()
+
+
+def _check_a_stop(trial: Trial) -> None:
+    """A rank that stands still is named like one that is gone, but only when the time is over."""
+    trial.signal("SIGSTOP", trial.victim)
+    stopped = time.monotonic()
+    try:
+        trial.check_survivors(stopped)
+    finally:
+        trial.signal("SIGKILL", trial.victim)
+    assert trial.status(trial.victim) == -9
+
+
+def _check_a_mistake(trial: Trial) -> None:
+    """Its process ends as any Python program does, although threads of it were waiting for the others."""
+    _await([trial.folder / "mistake"], 20, trial.folder)
+    mistaken = time.monotonic()
+    assert trial.status(trial.victim) == 1
+    assert time.monotonic() - mistaken < TIMEOUT
+    trial.check_survivors(mistaken)
+    trial.check_memory()
+
+
+_CHECKS = {"stop": _check_a_stop, "mistake": _check_a_mistake}
 
 
 def _await(files: list[Path], seconds: float, folder: Path) -> None:

@@ -21,14 +21,22 @@ from hybridpar.comm.plan import Plan
 TIMEOUT = 5.0
 
 
+class MistakeError(KeyError):
+    """What the code of a user might raise."""
+
+
 def rank(number: int, folder: str, work: dict[str, Any]) -> None:
-    """The whole life of a rank. Does not return."""
+    """The whole life of a rank. Returns never, and raises a ``MistakeError`` only."""
     place = Path(folder)
     code = 0
     try:
-        seen = _reduce_until_an_error(place / f"{number}.runs", **work)
+        seen = _reduce_until_an_error(number, place, **work)
         (place / f"{number}.tmp").write_text(json.dumps(seen))
         (place / f"{number}.tmp").rename(place / f"{number}.json")
+        # A rank that ended now would be one more that the others find gone.
+        _await(place / "over", 60)
+    except MistakeError:
+        raise  # ends the process as it would end a user's
     except BaseException:
         (place / f"{number}.failed").write_text(traceback.format_exc())
         code = 1
@@ -37,7 +45,15 @@ def rank(number: int, folder: str, work: dict[str, Any]) -> None:
 
 
 def _reduce_until_an_error(
-    flag: Path, *, route: str, tracks: int, interfaces: list[str], shared_memory: bool, seed: int
+    number: int,
+    place: Path,
+    *,
+    route: str,
+    tracks: int,
+    interfaces: list[str],
+    shared_memory: bool,
+    seed: int,
+    mistaken: int | None,
 ) -> dict[str, Any]:
     group = hp.init(timeout=TIMEOUT, interfaces=interfaces, shared_memory=shared_memory)
     engine = Engine(group, plan=Plan(bucket_bytes=64 << 10, tracks=tracks, route=route))  # type: ignore[arg-type]
@@ -53,12 +69,31 @@ def _reduce_until_an_error(
             assert all(float(tensor[-1]) == group.size for tensor in tensors)
             rounds += 1
             if rounds == 3:
-                flag.touch()
+                (place / f"{number}.runs").touch()
+                if mistaken == number:
+                    _make_a_mistake(engine, tensors, place / "mistake")
+                if mistaken is not None:
+                    _await(place / "mistake", 20)
     except hp.CommunicationError as error:
         raised, text = time.monotonic(), str(error)
     engine.close()
     group.close()
     return {"raised": raised, "text": text, "rounds": rounds, "threads": _threads_that_stay()}
+
+
+def _make_a_mistake(engine: Engine, tensors: list[torch.Tensor], told: Path) -> None:
+    """While other threads of this rank wait for ranks that do not come before they are told."""
+    for index, tensor in enumerate(tensors):
+        engine.submit(index, tensor.fill_(1))
+    time.sleep(0.3)
+    told.touch()
+    raise MistakeError("this rank's own code fails")
+
+
+def _await(file: Path, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not file.exists() and time.monotonic() < end:
+        time.sleep(0.002)
 
 
 def _threads_that_stay() -> list[str]:
