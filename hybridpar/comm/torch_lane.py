@@ -241,7 +241,8 @@ class TorchLane(Lane):
             work.wait(_SLICE)
         except RuntimeError:
             if work.is_completed():
-                raise
+                work.wait()  # it may have ended just after the slice; otherwise this says what went wrong
+                return True
             if self._aborted is not None or _ENDING.is_set():
                 raise _LostError(self._aborted or "the process ends") from None
             return False

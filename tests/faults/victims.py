@@ -30,11 +30,12 @@ def rank(number: int, folder: str, work: dict[str, Any]) -> None:
     place = Path(folder)
     code = 0
     try:
-        seen = _reduce_until_an_error(number, place, **work)
+        seen, group = _reduce_until_an_error(number, place, **work)
         (place / f"{number}.tmp").write_text(json.dumps(seen))
         (place / f"{number}.tmp").rename(place / f"{number}.json")
-        # A rank that ended now would be one more that the others find gone.
+        # A rank that ended now, or dropped its group, would be one more that the others find gone.
         _await(place / "over", 60)
+        del group
     except MistakeError:
         raise  # ends the process as it would end a user's
     except BaseException:
@@ -54,7 +55,7 @@ def _reduce_until_an_error(
     shared_memory: bool,
     seed: int,
     mistaken: int | None,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], hp.Group]:
     group = hp.init(timeout=TIMEOUT, interfaces=interfaces, shared_memory=shared_memory)
     engine = Engine(group, plan=Plan(bucket_bytes=64 << 10, tracks=tracks, route=route))  # type: ignore[arg-type]
     draw = random.Random(seed)  # noqa: S311
@@ -78,7 +79,7 @@ def _reduce_until_an_error(
         raised, text = time.monotonic(), str(error)
     engine.close()
     group.close()
-    return {"raised": raised, "text": text, "rounds": rounds, "threads": _threads_that_stay()}
+    return {"raised": raised, "text": text, "rounds": rounds, "threads": _threads_that_stay()}, group
 
 
 def _make_a_mistake(engine: Engine, tensors: list[torch.Tensor], told: Path) -> None:
