@@ -20,7 +20,7 @@ from hybridpar.comm.engine import Engine
 from hybridpar.comm.errors import NonFiniteError
 from hybridpar.comm.group import Group
 from hybridpar.comm.pace import Pace, tuner_for
-from hybridpar.comm.plan import DEFAULT_BUCKET_BYTES, Plan
+from hybridpar.comm.plan import Plan
 from hybridpar.comm.timeline import NoTimeline, Timeline
 from hybridpar.comm.trace import COMPUTATION
 from hybridpar.comm.wire import Wire
@@ -357,7 +357,7 @@ def _checked(reduction: str, named: Mapping[str, Tensor], bucket_bytes: int | No
                 "gradient would be summed twice; close() the other one first"
             )
     if plan is None:
-        return Plan(DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes)
+        return Plan(bucket_bytes)
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a Plan, got {plan!r}; pass hp.Plan(bucket_bytes=...)")
     if bucket_bytes is not None:

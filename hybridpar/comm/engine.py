@@ -156,6 +156,7 @@ class Engine:
         plan = plan.resolved(len(self._group.hosts))
         check_same_settings(self._group, "Engine.replan", {**plan.to_json(), "launch_order": launch})
         counts, dtypes = [tensor.numel() for tensor in self._examples], [tensor.dtype for tensor in self._examples]
+        assert plan.bucket_bytes is not None
         buckets = plan_buckets(counts, dtypes, self._order, plan.bucket_bytes)
         launch = list(range(len(buckets))) if launch is None else launch
         if sorted(launch) != list(range(len(buckets))):

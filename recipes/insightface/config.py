@@ -138,8 +138,8 @@ class GradientsConfig:
     """What rounding takes from a gradient is added to the next one."""
     top_k: float = 0.0
     """Above 0: only this fraction of each gradient travels, its largest values; the rest waits for the next step."""
-    bucket_mib: float = 4.0
-    """Gradients travel in buckets of up to this many MiB."""
+    bucket_mib: float = 0.0
+    """Gradients travel in buckets of up to this many MiB; 0: as the hosts ask for."""
     tracks: int = 0
     """Buckets that travel side by side, each on connections of its own; 0: as the hosts ask for."""
     route: Literal["auto", "flat", "striped", "hierarchical"] = "auto"
@@ -160,7 +160,10 @@ class GradientsConfig:
             top_k=self.top_k or None,
         )
         return hp.Plan(
-            bucket_bytes=int(self.bucket_mib * (1 << 20)), tracks=self.tracks or None, route=self.route, wire=wire
+            bucket_bytes=int(self.bucket_mib * (1 << 20)) or None,
+            tracks=self.tracks or None,
+            route=self.route,
+            wire=wire,
         )
 
 

@@ -52,7 +52,7 @@ def test_what_a_plan_cannot_be_is_refused(make: Any, kind: type[Exception], mess
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (Plan(), "buckets of 4 MiB on fitting tracks, route auto, wire: own dtype"),
+        (Plan(), "fitting buckets on fitting tracks, route auto, wire: own dtype"),
         (
             Plan(1536, 3, "hierarchical", Wire(BF16, error_feedback=True)),
             "buckets of 1.5 KiB on 3 tracks, route hierarchical, wire: bfloat16, error feedback",
