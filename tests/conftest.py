@@ -18,6 +18,8 @@ import torch
 # Ranks are threads and processes of few cores; torch's own threads would only fight over them.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch's store looks up the name of whoever connects; a name server that does not answer must not cost seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # A shared machine has slow moments; what a test may take is bounded by pytest-timeout instead.
 hypothesis.settings.register_profile("hybridpar", deadline=None, print_blob=True)
@@ -61,7 +63,7 @@ _MISSING: dict[str, Callable[[], str | None]] = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kills", type=int, default=3, help="ranks to kill on every route (tests/faults)")
+    parser.addoption("--kills", type=int, default=2, help="ranks to kill on every route (tests/faults)")
     parser.addoption("--kill-seed", type=int, help="draws the same moments again")
 
 

@@ -55,7 +55,7 @@ class Attendance:
         if self._watch is None:
             return said
         found = self._watch.survey(self._ranks)
-        reason = self._lost(found) or self._behind(found) or _joined(each.problem for each in found.values())
+        reason = self._lost(found) or _joined(each.problem for each in found.values()) or self._behind(found)
         return f"{reason} ({said})" if reason else said
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Attendance:
         late = [
             rank
             for rank, each in found.items()
-            if not each.problem and (self._state_of(each) or {"calls": 0})["calls"] < self._state["calls"]
+            if each.answer is not None and (self._state_of(each) or {"calls": 0})["calls"] < self._state["calls"]
         ]
         return f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))} did not come to this call" if late else ""
 

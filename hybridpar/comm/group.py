@@ -252,9 +252,9 @@ def connect(
         CommunicationError: the others could not be reached in time.
         ValueError: the ranks have different numbers of interfaces, or one does not exist.
     """
-    if isinstance(interfaces, str):
-        raise TypeError(f"interfaces: expected a list of names, got the text {interfaces!r}; use [{interfaces!r}]")
-    exchange = _exchange(own_connection(store), rank, ranks)
+    check_interfaces(interfaces)
+    store = own_connection(store)
+    exchange = _exchange(store, rank, ranks)
     try:
         watch = Watch(rank, ranks, exchange, topology.address)
         # Before anyone connects, or the others would wait for the one who cannot.
@@ -271,6 +271,12 @@ def connect(
     parent = TorchLane(meeting, ranks, interfaces[0] if interfaces else None)
     ways = Ways(host_identity(), timeout, shared_memory, tuple(interfaces), watch)
     return Group.over(parent, ways, topology=topology)
+
+
+def check_interfaces(interfaces: Sequence[str]) -> None:
+    """Raises TypeError for a single name in place of a list."""
+    if isinstance(interfaces, str):
+        raise TypeError(f"interfaces: expected a list of names, got the text {interfaces!r}; use [{interfaces!r}]")
 
 
 def _exchange(store: Store, rank: int, ranks: Sequence[int]) -> Callable[[Any], list[Any]]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hybridpar.comm.compose import Ways
 from hybridpar.comm.errors import CommunicationError
-from hybridpar.comm.group import DEFAULT_TIMEOUT, Group, connect
+from hybridpar.comm.group import DEFAULT_TIMEOUT, Group, check_interfaces, connect
 from hybridpar.comm.lanes import AloneLane
 from hybridpar.comm.mpi_lane import MpiLane
 from hybridpar.comm.mpi_library import load
@@ -52,6 +52,7 @@ def init(
     """
     if transport not in ("torch", "mpi"):
         raise ValueError(f"transport: expected 'torch' or 'mpi', got {transport!r}")
+    check_interfaces(interfaces)
     if transport == "mpi":
         return _over_mpi(detect(), timeout, shared_memory, interfaces)
     if dist.is_initialized():

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
 
@@ -44,7 +44,8 @@ class Meeting:
     """Where the ranks of a job find each other.
 
     Attributes:
-        store: one that all of them reach.
+        store: one that all of them reach; the thread that makes the meeting uses it, others have connections of
+            their own.
         rank: number of this rank in the job.
         timeout: seconds that one collective may wait for the other ranks.
         watch: knows which ranks are gone.
@@ -56,6 +57,16 @@ class Meeting:
     timeout: float
     watch: Watch
     nccl: bool
+    _thread: int = field(default_factory=threading.get_ident, compare=False, repr=False)
+    _local: threading.local = field(default_factory=threading.local, compare=False, repr=False)
+
+    def store_here(self) -> Store:
+        """The store, over a connection that only this thread waits at."""
+        if threading.get_ident() == self._thread:
+            return self.store
+        if not hasattr(self._local, "store"):
+            self._local.store = own_connection(self.store)
+        return cast("Store", self._local.store)
 
 
 class TorchLane(Lane):
@@ -93,8 +104,7 @@ class TorchLane(Lane):
         # How many calls are inside gloo, and whether one was left there.
         self._inside, self._stuck = 0, False
         self._lock = threading.Lock()
-        # A connection of its own, so that waiting for members keeps no other thread waiting.
-        store = own_connection(meeting.store)
+        store = meeting.store_here()
         members = hashlib.sha256(f"{origin} {self.ranks}".encode()).hexdigest()[:16]
         try:
             # Members make lanes of the same origin in the same order, so each counts and all find the same number.

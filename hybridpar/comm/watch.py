@@ -152,7 +152,13 @@ def _own_addresses(hint: str | None) -> list[str]:
             except OSError:
                 continue
     found |= dict.fromkeys(_resolved(socket.gethostname()))
-    return [address for address in found if not ipaddress.ip_address(address.partition("%")[0]).is_loopback]
+    return [address for address in found if not _is_loopback(address)]
+
+
+def _is_loopback(address: str) -> bool:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return parsed.is_loopback or (mapped is not None and mapped.is_loopback)
 
 
 def _resolved(name: str) -> list[str]:

@@ -181,14 +181,14 @@ def test_blame_goes_to_ranks_that_are_gone_before_those_that_are_behind() -> Non
     assert witness.statuses["lane"]() == {"calls": 2, "gave_up": ""}
     assert attendance.blame("late") == "ranks 4, 5, 6 did not come to this call (late)"
     witness.silent = {5: "rank 5 is silent", 9: "rank 9 has ended"}
-    assert attendance.blame("late") == "ranks 4, 6 did not come to this call (late)", "who is silent may be busy"
+    assert attendance.blame("late") == "rank 5 is silent (late)"
     assert attendance.lost() == ""
     answers[3] = state(2, "rank 1 has ended")
     assert attendance.lost() == "rank 3 gave up: rank 1 has ended"
     witness.silent[4] = "rank 4 has ended"
     assert attendance.blame("late") == "rank 4 has ended (late)"
-    witness.silent, witness.answers = {5: "rank 5 is silent"}, {rank: state(2) for rank in (3, 4, 6)}
-    assert attendance.blame("late") == "rank 5 is silent (late)"
+    witness.silent, witness.answers = {}, {3: state(2), 4: state(2), 6: state(1)}
+    assert attendance.blame("late") == "rank 6 did not come to this call (late)", "nobody can ask rank 5"
     attendance.close()
     assert witness.statuses == {}
     assert Attendance(None, "lane", [3, 4]).blame("late") == "late"

@@ -17,7 +17,7 @@ from torch import Tensor
 import hybridpar as hp
 import hybridpar.comm.routes as module
 from hybridpar.comm.compose import Ways, compose
-from hybridpar.comm.lanes import Lane, Op
+from hybridpar.comm.lanes import AloneLane, Lane, Op
 from hybridpar.comm.routes import HierarchicalLane, StripedLane
 from tests.comm.lane_contract import CHECKS, COMBINE, PROMPTLY, Check
 from tests.ranks import run_processes, run_threads
@@ -269,17 +269,30 @@ def test_what_fails_on_one_stripe_ends_the_waits_on_all(failing: int) -> None:
         lanes: list[Any] = [group.new_lane() for _ in range(3)]
         if group.rank == 0:
             lanes[failing].all_reduce = _die
-        striped, tensor = StripedLane(lanes), torch.ones(100_000)
-        outcome = _error_of(lambda: striped.all_reduce(tensor, "sum"))
+        striped = StripedLane(lanes)
+        outcome = _error_of(lambda: striped.all_reduce(torch.ones(100_000), "sum"))
         # Rank 0 never was in the call on one lane: no rank may be left in it.
         for lane in lanes:
             assert isinstance(_error_of(lane.barrier)[0], hp.CommunicationError)
-        before = tensor.clone()
-        time.sleep(0.1)
-        assert torch.equal(tensor, before), "a stripe still writes into the tensor"
         return outcome
 
     _check_that_all_fail(run_threads(2, work, timeout=20), KeyError)
+
+
+def test_no_stripe_writes_into_the_tensor_after_the_call() -> None:
+    lanes: list[Any] = [AloneLane(), AloneLane()]
+
+    def slow(tensor: Tensor, _: Op) -> None:
+        time.sleep(0.2)
+        tensor.zero_()
+
+    lanes[0].all_reduce, lanes[1].all_reduce = _die, slow
+    tensor = torch.ones(100_000)
+    with pytest.raises(KeyError):
+        StripedLane(lanes).all_reduce(tensor, "sum")
+    before = tensor.clone()
+    time.sleep(0.4)
+    assert torch.equal(tensor, before)
 
 
 def _die(*_: Any) -> None:

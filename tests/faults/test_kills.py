@@ -28,6 +28,8 @@ from tests.ranks import free_port
 
 # What asking after silent ranks takes on top, on a busy machine.
 _GRACE = 4.0
+# For ranks that must wait until the time is over.
+_SHORT_TIMEOUT = 3.0
 ONE_HOST = {
     "shared memory": {"route": "auto", "shared_memory": True},
     "flat": {"route": "flat", "shared_memory": False},
@@ -105,8 +107,8 @@ def test_on_two_hosts(
 def test_other_faults_on_one_host(
     check: str, route: dict[str, Any], one_host: Zygotes, tmp_path: Path, trial_seed: int
 ) -> None:
-    mistaken = trial_seed % 4 if check == "mistake" else None
-    with _started(one_host, [4], route, "127.0.0.1", tmp_path, f"{trial_seed}/0", mistaken) as ranks:
+    options = _options(check, trial_seed)
+    with _started(one_host, [4], route, "127.0.0.1", tmp_path, f"{trial_seed}/0", **options) as ranks:
         _CHECKS[check](ranks)
 
 
@@ -117,10 +119,13 @@ def test_other_faults_on_two_hosts(
     check: str, name: str, two_hosts: tuple[Zygotes, Cluster], tmp_path: Path, trial_seed: int
 ) -> None:
     zygotes, cluster = two_hosts
-    mistaken = trial_seed % 4 if check == "mistake" else None
-    address, seed = cluster.address(0), f"{trial_seed}/0"
-    with _started(zygotes, [2, 2], TWO_HOSTS[name], address, tmp_path, seed, mistaken) as ranks:
+    address, seed, options = cluster.address(0), f"{trial_seed}/0", _options(check, trial_seed)
+    with _started(zygotes, [2, 2], TWO_HOSTS[name], address, tmp_path, seed, **options) as ranks:
         _CHECKS[check](ranks)
+
+
+def _options(check: str, seed: int) -> dict[str, Any]:
+    return {"timeout": _SHORT_TIMEOUT} if check == "stop" else {"mistaken": seed % 4}
 
 
 @dataclass
@@ -174,7 +179,9 @@ def _started(
     address: str,
     parent: Path,
     seed: str,
+    *,
     mistaken: int | None = None,
+    timeout: float = TIMEOUT,
 ) -> Iterator[Trial]:
     print(f"seed {seed}")
     draw = random.Random(seed)  # noqa: S311
@@ -182,6 +189,7 @@ def _started(
     folder.mkdir()
     work = {
         "tracks": 2, "interfaces": [], "shared_memory": True, "seed": draw.randrange(1 << 30), "mistaken": mistaken,
+        "timeout": timeout,
     } | route  # fmt: skip
     places = [(host, local) for host, count in enumerate(counts) for local in range(count)]
     size, port = len(places), free_port()
@@ -192,6 +200,8 @@ def _started(
             variables = {
                 "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": counts[host],
                 "MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
+                # torch's store looks up the name of every peer; a server that drops questions costs 5 s by default.
+                "RES_OPTIONS": "timeout:1 attempts:1",
             }  # fmt: skip
             text = {name: str(value) for name, value in variables.items()}
             order = {"rank": rank, "variables": text, "folder": str(folder), "work": work}

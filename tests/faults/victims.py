@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hybridpar.comm.engine import Engine
 from hybridpar.comm.plan import Plan
 
 TIMEOUT = 5.0
+_KEPT: list[object] = []
 
 
 class MistakeError(KeyError):
@@ -55,8 +57,9 @@ def _reduce_until_an_error(
     shared_memory: bool,
     seed: int,
     mistaken: int | None,
+    timeout: float,
 ) -> tuple[dict[str, Any], hp.Group]:
-    group = hp.init(timeout=TIMEOUT, interfaces=interfaces, shared_memory=shared_memory)
+    group = hp.init(timeout=timeout, interfaces=interfaces, shared_memory=shared_memory)
     engine = Engine(group, plan=Plan(bucket_bytes=64 << 10, tracks=tracks, route=route))  # type: ignore[arg-type]
     draw = random.Random(seed)  # noqa: S311
     tensors = [torch.ones(draw.choice([1, 100, 5_000, 20_000, 100_000])) for _ in range(12)]
@@ -75,6 +78,7 @@ def _reduce_until_an_error(
                     _make_a_mistake(engine, tensors, place / "mistake")
                 if mistaken is not None:
                     _await(place / "mistake", 20)
+                    time.sleep(0.5)  # the other's process ends in the middle of its wait
     except hp.CommunicationError as error:
         raised, text = time.monotonic(), str(error)
     engine.close()
@@ -82,11 +86,19 @@ def _reduce_until_an_error(
     return {"raised": raised, "text": text, "rounds": rounds, "threads": _threads_that_stay()}, group
 
 
+class _SlowEnd:
+    """Keeps the interpreter busy while it goes. A thread that comes out of C++ then ends the process with SIGABRT."""
+
+    def __del__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        sleep(0.5)
+
+
 def _make_a_mistake(engine: Engine, tensors: list[torch.Tensor], told: Path) -> None:
     """While other threads of this rank wait for ranks that do not come before they are told."""
     for index, tensor in enumerate(tensors):
         engine.submit(index, tensor.fill_(1))
     time.sleep(0.3)
+    _KEPT.append(_SlowEnd())
     told.touch()
     raise MistakeError("this rank's own code fails")
 

@@ -57,6 +57,9 @@ class OnDevice(Lane):
     def close(self) -> None:
         self._lane.close()
 
+    def abort(self, why: str = "") -> None:
+        self._lane.abort(why)
+
 
 def _verdicts(group: hp.Group) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
