@@ -238,6 +238,7 @@ def connect(
     timeout: float = DEFAULT_TIMEOUT,
     shared_memory: bool = True,
     interfaces: Sequence[str] = (),
+    nccl: bool | None = None,
 ) -> Group:
     """Collective: a group of ranks that meet at a store, without torch's own process groups.
 
@@ -247,6 +248,7 @@ def connect(
         ranks: numbers of the members, in the order of their ranks in the group.
         topology: of this rank.
         timeout, shared_memory, interfaces: as for ``init``.
+        nccl: whether CUDA tensors travel over NCCL, and not over gloo; None means if CUDA is available.
 
     Raises:
         CommunicationError: the others could not be reached in time.
@@ -267,7 +269,7 @@ def connect(
     counts = [offer["interfaces"] for offer in offers]
     if len(set(counts)) > 1:
         raise ValueError(f"interfaces: expected as many on every host, got {counts} on the ranks in order")
-    meeting = Meeting(store, rank, timeout, watch, torch.cuda.is_available())
+    meeting = Meeting(store, rank, timeout, watch, torch.cuda.is_available() if nccl is None else nccl)
     parent = TorchLane(meeting, ranks, interfaces[0] if interfaces else None)
     ways = Ways(host_identity(), timeout, shared_memory, tuple(interfaces), watch)
     return Group.over(parent, ways, topology=topology)

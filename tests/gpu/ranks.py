@@ -12,10 +12,8 @@ import torch.multiprocessing as multiprocessing
 from torch.distributed import TCPStore
 
 import hybridpar as hp
-from hybridpar.comm.compose import Ways
-from hybridpar.comm.group import _watch
-from hybridpar.comm.torch_lane import Meeting, TorchLane
-from hybridpar.topology import Topology, host_identity
+from hybridpar.comm.group import connect
+from hybridpar.topology import Topology
 from tests.ranks import free_port
 
 TIMEOUT = 60.0
@@ -24,10 +22,8 @@ TIMEOUT = 60.0
 def group_on_one_device(rank: int, size: int, port: int, *, nccl: bool = False) -> hp.Group:
     """The group of rank ``rank``; all of them call."""
     store = TCPStore("127.0.0.1", port, size, is_master=rank == 0)
-    watch = _watch(store, rank, range(size), "127.0.0.1")
-    parent = TorchLane(Meeting(store, rank, TIMEOUT, watch, nccl), range(size))
     topology = Topology(rank, size, rank, size, socket.gethostname(), "test")
-    return hp.Group.over(parent, Ways(host_identity(), TIMEOUT, watch=watch), topology=topology)
+    return connect(store, rank, range(size), topology=topology, timeout=TIMEOUT, nccl=nccl)
 
 
 def _process(rank: int, size: int, port: int, function: Callable[[hp.Group], Any], queue: Any) -> None:
