@@ -237,13 +237,17 @@ class TorchLane(Lane):
             return
         started = time.monotonic()
         look = started + _FIRST_LOOK
-        for work in works:
-            while not self._is_done(work):
-                now = time.monotonic()
-                if now >= look:
-                    if lost := self._attendance.lost():
-                        raise _LostError(lost)
-                    look = now + (now - started)
+        try:
+            for work in works:
+                while not self._is_done(work):
+                    now = time.monotonic()
+                    if now >= look:
+                        if lost := self._attendance.lost():
+                            raise _LostError(lost)
+                        look = now + (now - started)
+        except BaseException:
+            self._stuck = self._stuck or not all(work.is_completed() for work in works)
+            raise
 
     def _is_done(self, work: Any) -> bool:
         """Wait for a slice. See Note [waits in gloo]."""
@@ -276,13 +280,11 @@ class TorchLane(Lane):
         try:
             yield
         except RuntimeError as error:
-            self._stuck = self._stuck or isinstance(error, _LostError)
             reason = str(error) if isinstance(error, _LostError) else self._attendance.blame(str(error))
             self._attendance.give_up(reason)
             self._aborted = self._aborted or reason
             raise self._failure(reason, operation, tensor) from error
         except BaseException as error:
-            self._stuck = True
             self._aborted = self._aborted or f"{operation} was left by {type(error).__name__}"
             self._attendance.give_up(self._aborted)
             raise
