@@ -46,7 +46,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.changed_script import changed, difference, load
-from support.hosts import Cluster, Link, NoClusterError, run_on_hosts
+from support.hosts import Cluster, Link, run_on_hosts, unless_there_is_no_cluster
 from support.launch import run_ranks
 from support.recorded_ddp import CommunicationHook, RecordedDdp, record_step
 from support.report import table, write_json
@@ -392,11 +392,8 @@ def main() -> None:
     if options.rank_of:
         run_as_rank(options)
         return
-    try:
+    with unless_there_is_no_cluster():
         compare(options)
-    except NoClusterError as error:
-        # Not a failure: `make bench` goes on without it.
-        print(f"hosts: not run: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,6 +123,23 @@ def run_processes(
     failed = {rank: error for rank, (_, error) in answers.items() if error}
     assert not failed, "\n".join(f"rank {rank}: {error}" for rank, error in sorted(failed.items()))
     return [answers[rank][0] for rank in range(size)]
+
+
+def run_program(text: str, size: int, timeout: float = 90.0) -> tuple[list[int], list[tuple[str, str]]]:
+    """A program on ``size`` ranks that are told of each other as by torchrun, each to its own end.
+
+    Returns:
+        Exit statuses, and what each rank printed and complained of.
+    """
+    meeting = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = os.environ | meeting | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", text], env=environment | {"RANK": str(rank)}, **pipes)
+        for rank in range(size)
+    ]
+    outputs = [process.communicate(timeout=timeout) for process in processes]
+    return [process.returncode for process in processes], outputs
 
 
 def free_port() -> int:

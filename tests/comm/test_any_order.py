@@ -14,6 +14,7 @@ from torch import Tensor
 
 import hybridpar as hp
 from hybridpar.comm.any_order import AnyOrderEngine
+from tests.comm.layouts import strided
 from tests.head.cases import errors_of
 from tests.ranks import run_threads
 
@@ -28,19 +29,6 @@ def _values(case: dict[str, Any], rank: int, index: int, number: int) -> Tensor:
     shape, dtype = case["kinds"][index]
     seed = 10_000 * number + 100 * rank + index
     return torch.randint(0, 16, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def _strided(tensor: Tensor, how: int) -> Tensor:
-    """The same values in another memory layout."""
-    if how == 1 and tensor.ndim == 4:
-        return tensor.contiguous(memory_format=torch.channels_last)
-    if how == 2 and tensor.ndim >= 2:
-        return tensor.transpose(0, 1).contiguous().transpose(0, 1)
-    if how == 3 and tensor.ndim:
-        wide = tensor.new_zeros(*tensor.shape[:-1], 2 * tensor.shape[-1])
-        wide[..., ::2] = tensor
-        return wide[..., ::2]
-    return tensor
 
 
 @st.composite
@@ -72,7 +60,7 @@ def _play(group: Any, case: dict[str, Any]) -> dict[tuple[int, int], Tensor]:
     numbers, futures = [0] * len(case["kinds"]), {}
     for index in case["orders"][group.rank]:
         number = numbers[index] = numbers[index] + 1
-        tensor = _strided(_values(case, group.rank, index, number), case["layouts"][index])
+        tensor = strided(_values(case, group.rank, index, number), case["layouts"][index])
         strides = tensor.stride()
         future = engine.submit(
             index,

@@ -5,12 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +20,7 @@ import hybridpar.comm.outstanding as outstanding
 from hybridpar.comm.any_order import AnyOrderEngine
 from hybridpar.comm.lanes import Lane
 from hybridpar.topology import Topology
-from tests.ranks import free_port, run_shared_threads, run_threads
+from tests.ranks import run_program, run_shared_threads, run_threads
 
 THREADS = ("hybridpar-any-order", "hybridpar-stalls")
 
@@ -217,21 +214,7 @@ print("the end", flush=True)
 
 def test_a_process_ends_well_with_its_engines_open_and_says_what_it_did_not_wait_for() -> None:
     """Through shared memory, and over gloo."""
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = os.environ | variables | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env=environment | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=90) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0] and all("the end" in out for out, _ in outputs), (
-        outputs
-    )
+    codes, outputs = run_program(PROGRAM, 2)
+    assert codes == [0, 0] and all("the end" in out for out, _ in outputs), outputs
     assert "1 submissions had not arrived when the process ended" in outputs[0][1]
     assert "had not arrived" not in outputs[1][1]

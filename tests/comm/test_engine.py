@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +17,9 @@ import hybridpar as hp
 from hybridpar.comm.engine import Engine
 from hybridpar.comm.plan import Plan
 from hybridpar.kernels.pack_table import PackTable
+from tests.comm.layouts import strided
 from tests.head.cases import errors_of
-from tests.ranks import free_port, run_threads
+from tests.ranks import run_program, run_threads
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPES = [(), (1,), (5,), (0,), (3, 4), (2, 3, 2, 2), (7, 1)]
@@ -31,19 +28,6 @@ SHAPES = [(), (1,), (5,), (0,), (3, 4), (2, 3, 2, 2), (7, 1)]
 def _values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     """Small whole numbers: their sums over a few ranks are exact in every dtype, in any order."""
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def _strided(tensor: Tensor, how: int) -> Tensor:
-    """The same values in another memory layout."""
-    if how == 1 and tensor.ndim == 4:
-        return tensor.contiguous(memory_format=torch.channels_last)
-    if how == 2 and tensor.ndim >= 2:
-        return tensor.transpose(0, 1).contiguous().transpose(0, 1)
-    if how == 3 and tensor.ndim:
-        wide = tensor.new_zeros(*tensor.shape[:-1], 2 * tensor.shape[-1])
-        wide[..., ::2] = tensor
-        return wide[..., ::2]
-    return tensor
 
 
 @st.composite
@@ -70,7 +54,7 @@ def _play(group: Any, case: dict[str, Any]) -> list[dict[int, Tensor]]:
     results = []
     for number, submitted in enumerate(case["submitted"]):
         mine = {
-            index: _strided(_values(*case["kinds"][index], _seed(number, group.rank, index)), case["layouts"][index])
+            index: strided(_values(*case["kinds"][index], _seed(number, group.rank, index)), case["layouts"][index])
             for index in submitted[group.rank]
         }
         for index, tensor in mine.items():
@@ -340,18 +324,6 @@ os._exit(0)
 
 
 def test_killed_gloo_rank_is_reported_by_the_survivors() -> None:
-    variables = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = os.environ | variables | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env=environment | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    outputs = [process.communicate(timeout=90) for process in processes]
+    _, outputs = run_program(PROGRAM, 3)
     for rank in (0, 2):
         assert f"<{rank} all_reduce the gradients of stem .. stem True>" in outputs[rank][0], outputs[rank]

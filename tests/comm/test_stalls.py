@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +16,7 @@ import hybridpar as hp
 import hybridpar.comm.any_order as module
 from hybridpar.comm.any_order import AnyOrderEngine
 from tests.comm.board import Board
-from tests.ranks import free_port, run_threads
+from tests.ranks import run_program, run_threads
 
 
 def _engine(group: Any, board: Board, *names: str, **settings: Any) -> AnyOrderEngine:
@@ -223,20 +219,8 @@ os._exit(0)
 
 def test_a_killed_rank_is_named_and_so_is_the_tensor_that_waited() -> None:
     """Through shared memory, and over gloo."""
-    variables = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = os.environ | variables | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env=environment | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    outputs = [process.communicate(timeout=90) for process in processes]
-    assert processes[1].returncode == -signal.SIGKILL
+    codes, outputs = run_program(PROGRAM, 3)
+    assert codes[1] == -signal.SIGKILL
     for rank in (0, 2):
         assert outputs[rank][0].count(f"<{rank} stem True True>") == 2, outputs[rank]
         assert outputs[rank][0].count(f"<{rank} tail at once>") == 2, outputs[rank]
