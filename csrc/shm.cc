@@ -7,7 +7,10 @@
 #include <utility>
 
 #include "check.h"
+#include "ranges.h"
 
+// Note [buckets], in shm_buckets.cc, is about data that lies where all ranks can reach it.
+//
 // Note [slots]
 // Each rank stages its chunks in kSlots slots in turn, counting chunks on from one collective to the next. A rank
 // fills chunk c + 1 before it awaits chunk c, so that others need not wait for it. When it fills chunk c + 1, all
@@ -20,67 +23,13 @@
 // c + 1, all have published B of c - 2, so none reads the staged chunk c - 2 or one before it any more; when it
 // writes the result of c, all have published A of c, so none reads the result of c - 3 or one before it any more.
 
-// Note [buckets]
-// Where the data of all ranks lies in their buckets, nothing is staged: ranks read each other's buckets. A rank finds
-// that from its own addresses alone, and announces the place with the collective; ranks that do not all name the same
-// place all throw. Gathering and scattering know a bucket by the list of parts, whatever the single tensor is: only the
-// list has the same meaning on all ranks, and a rank whose own part is empty has no address for it.
-//
-// The first wait says that every bucket is ready to be read. Then a rank writes only what no other rank reads: its
-// slice of every bucket (all_reduce), its own part of its own bucket (reduce_scatter), copies of its share of the whole
-// (all_gather). The last wait says that nobody reads or writes this rank's bucket any more, so that the caller
-// may write into it.
-
 namespace hybridpar {
 namespace {
 
 constexpr std::uint64_t kSlots = 4;
-constexpr std::size_t kLine = 64;
 constexpr std::size_t kPage = 4096;
 // Up to this size one round in which every rank sums everything beats two rounds of slices, whoever takes part.
 constexpr std::int64_t kSmallBytes = 16 << 10;
-
-std::size_t round_up(std::size_t bytes, std::size_t multiple) {
-    return (bytes + multiple - 1) / multiple * multiple;
-}
-
-std::int64_t divide_up(std::int64_t count, std::int64_t by) {
-    return (count + by - 1) / by;
-}
-
-struct Range {
-    std::int64_t begin, end;
-
-    std::int64_t length() const {
-        return end - begin;
-    }
-};
-
-// The part of `count` elements that is rank's, in whole cache lines.
-Range slice(std::int64_t count, std::size_t rank, std::size_t size, std::size_t item) {
-    const auto line = static_cast<std::int64_t>(kLine / item);
-    const std::int64_t length = divide_up(divide_up(count, static_cast<std::int64_t>(size)), line) * line;
-    const std::int64_t begin = std::min(count, length * static_cast<std::int64_t>(rank));
-    return {begin, std::min(count, begin + length)};
-}
-
-Range piece(std::int64_t count, std::int64_t chunk, std::int64_t chunk_count) {
-    const std::int64_t begin = std::min(count, chunk * chunk_count);
-    return {begin, std::min(count, begin + chunk_count)};
-}
-
-void copy_items(std::byte *target, const std::byte *source, std::int64_t count, std::size_t item = 1) {
-    if (count > 0) std::memcpy(target, source, static_cast<std::size_t>(count) * item);
-}
-
-// The same from memory that another rank has written.
-void fetch_items(std::byte *target, const std::byte *source, std::int64_t count, std::size_t item = 1) {
-    if (count > 0) copy_shared(target, source, static_cast<std::size_t>(count) * item);
-}
-
-std::int64_t sum_of(const std::vector<std::int64_t> &sizes, std::size_t length) {
-    return std::accumulate(sizes.begin(), sizes.begin() + static_cast<std::ptrdiff_t>(length), std::int64_t{0});
-}
 
 // Tells lists of sizes apart, in 40 bits (FNV-1a).
 std::uint64_t fingerprint(const std::vector<std::int64_t> &sizes) {
@@ -285,21 +234,6 @@ void Communicator::reduce_by_slices(std::byte *data, std::int64_t count, DType d
     chunk_ += chunks;
 }
 
-// Note [buckets]: each rank sums its slice of all ranks' buckets and writes it into all of them.
-void Communicator::reduce_in_place(const Place &place, std::int64_t count, DType dtype, Reduction reduction) {
-    const Range own = slice(count, board_.rank(), board_.size(), item_size(dtype));
-    board_.publish();
-    board_.await_all(board_.step());
-    check_agreement();
-    for (std::size_t peer = 0; peer < board_.size(); ++peer) {
-        targets_[peer] = place.of(peer) + own.begin * item_size(dtype);
-        sources_[peer] = targets_[peer];
-    }
-    reduce(sources_.data(), board_.size(), targets_.data(), board_.size(), own.length(), dtype, reduction);
-    board_.publish();
-    board_.await_all(board_.step());
-}
-
 void Communicator::all_gather(const std::vector<void *> &outputs, const std::vector<std::int64_t> &bytes,
                               const void *input) {
     const auto lock = enter();
@@ -328,29 +262,6 @@ void Communicator::all_gather(const std::vector<void *> &outputs, const std::vec
                 fetch_items(static_cast<std::byte *>(outputs[peer]) + range.begin, slot(peer, number), range.length());
             }
         });
-}
-
-// Note [buckets]: each rank copies an equal share of the whole, whoever has it, into all the other buckets. So it is
-// read once, and ranks without a part do as much as those that have one.
-void Communicator::gather_in_place(const Place &place, const std::vector<std::int64_t> &bytes, const void *input) {
-    const std::size_t rank = board_.rank(), size = board_.size();
-    std::byte *mine = place.of(rank) + sum_of(bytes, rank);
-    if (mine != input) copy_items(mine, static_cast<const std::byte *>(input), bytes[rank]);
-    board_.publish();
-    board_.await_all(board_.step());
-    check_agreement();
-    const Range share = slice(sum_of(bytes, size), rank, size, 1);
-    Range part{0, 0};
-    for (std::size_t owner = 0; owner < size; ++owner) {
-        part = {part.end, part.end + bytes[owner]};
-        const Range own = {std::max(share.begin, part.begin), std::min(share.end, part.end)};
-        std::size_t others = 0;
-        for (std::size_t peer = 0; peer < size; ++peer)
-            if (peer != owner) targets_[others++] = place.of(peer) + own.begin;
-        if (own.length() > 0) spread(targets_.data(), others, place.of(owner) + own.begin, own.length());
-    }
-    board_.publish();
-    board_.await_all(board_.step());
 }
 
 void Communicator::reduce_scatter(void *output, const std::vector<const void *> &inputs,
@@ -386,21 +297,6 @@ void Communicator::reduce_scatter(void *output, const std::vector<const void *> 
         });
 }
 
-// Note [buckets]: each rank sums its part of all ranks' buckets.
-void Communicator::scatter_in_place(void *output, const Place &place, const std::vector<std::int64_t> &counts,
-                                    DType dtype) {
-    const std::size_t rank = board_.rank(), size = board_.size();
-    const std::int64_t begin = sum_of(counts, rank) * static_cast<std::int64_t>(item_size(dtype));
-    board_.publish();
-    board_.await_all(board_.step());
-    check_agreement();
-    for (std::size_t peer = 0; peer < size; ++peer)
-        sources_[peer] = place.of(peer) + begin;
-    reduce(sources_.data(), size, &output, 1, counts[rank], dtype, Reduction::sum);
-    board_.publish();
-    board_.await_all(board_.step());
-}
-
 void Communicator::broadcast(void *data, std::int64_t bytes, std::size_t root) {
     const auto lock = enter();
     check(root < board_.size(), "expected a root below ", board_.size(), ", got ", root);
@@ -418,28 +314,6 @@ void Communicator::broadcast(void *data, std::int64_t bytes, std::size_t root) {
             const Range range = piece(bytes, chunk, chunk_bytes);
             if (!sends) fetch_items(mine + range.begin, slot(root, number), range.length());
         });
-}
-
-void Communicator::add_buckets(const std::byte *base, std::size_t stride, std::uint32_t number) {
-    const std::lock_guard<std::mutex> lock(buckets_mutex_);
-    buckets_.insert_or_assign(base, Buckets{stride, number});
-}
-
-void Communicator::drop_buckets(const std::byte *base) {
-    const std::lock_guard<std::mutex> lock(buckets_mutex_);
-    buckets_.erase(base);
-}
-
-Communicator::Place Communicator::find_place(const void *data, std::int64_t bytes) {
-    const auto *begin = static_cast<const std::byte *>(data);
-    const std::lock_guard<std::mutex> lock(buckets_mutex_);
-    const auto above = buckets_.upper_bound(begin);
-    if (above == buckets_.begin()) return {};
-    const auto &[base, buckets] = *std::prev(above);
-    const std::byte *mine = base + board_.rank() * buckets.stride;
-    if (begin < mine || begin + bytes > mine + buckets.stride) return {};
-    const std::size_t offset = begin - mine;
-    return {const_cast<std::byte *>(base) + offset, buckets.stride, std::uint64_t{buckets.number} << 40 | offset};
 }
 
 void Communicator::leave() {
