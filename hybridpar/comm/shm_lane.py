@@ -1,4 +1,4 @@
-"""The lane of ranks that share a host: collectives over memory that all of them have mapped (csrc/shm.cc, csrc/shm_buckets.cc)."""
+"""The lane of ranks that share a host: collectives over memory that all have mapped (csrc/shm.cc, shm_buckets.cc)."""
 
 from __future__ import annotations
 
