@@ -40,8 +40,8 @@ from support.report import table, write_json
 from torch import Tensor
 
 import hybridpar as hp
-from hybridpar.comm.lanes import Lane
-from hybridpar.comm.routes import HierarchicalLane, StripedLane
+from hybridpar.comm.lanes.lane import Lane
+from hybridpar.comm.lanes.routes import HierarchicalLane, StripedLane
 
 MB, MIB = 1e6, 1 << 20
 WARM_UP = 3

@@ -56,7 +56,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridpar as hp
-from hybridpar.comm.timeline_plot import draw
+from hybridpar.comm.timeline.plot import draw
 
 SCRIPT = Path(__file__).parent / "peers" / "train_script.py"
 PEERS = ("ddp", "ddp bf16")

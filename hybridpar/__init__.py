@@ -2,17 +2,17 @@
 
 from hybridpar import checkpoint, partition
 from hybridpar.comm import functional
-from hybridpar.comm import torch_backend as torch_backend
 from hybridpar.comm.agreement import together
-from hybridpar.comm.ddp_hook import ddp_hook
+from hybridpar.comm.engine.plan import Plan
+from hybridpar.comm.engine.wire import Wire
 from hybridpar.comm.errors import CommunicationError, NonFiniteError
 from hybridpar.comm.functional import global_mean
 from hybridpar.comm.group import Group, abort_thread_group, thread_groups
-from hybridpar.comm.plan import Plan
-from hybridpar.comm.process_group import ProcessGroupOptions
 from hybridpar.comm.start import init
-from hybridpar.comm.timeline import NoTimeline, Timeline
-from hybridpar.comm.wire import Wire
+from hybridpar.comm.timeline.timeline import NoTimeline, Timeline
+from hybridpar.comm.torch_face import backend as torch_backend  # noqa: F401 - registers "hybridpar" with torch
+from hybridpar.comm.torch_face.ddp_hook import ddp_hook
+from hybridpar.comm.torch_face.process_group import ProcessGroupOptions
 from hybridpar.data_parallel import DataParallel
 from hybridpar.engine_report import engine_report
 from hybridpar.global_order import GlobalOrder

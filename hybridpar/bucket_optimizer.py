@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hybridpar.comm.engine import Engine
-from hybridpar.comm.timeline import Timeline
-from hybridpar.comm.trace import COMPUTATION
+from hybridpar.comm.engine.engine import Engine
+from hybridpar.comm.timeline.timeline import Timeline
+from hybridpar.comm.timeline.trace import COMPUTATION
 
 # A gradient that holds a sum, and an earlier one to be added -> what .grad is to be.
 Settle = Callable[..., Tensor | None]

@@ -16,14 +16,14 @@ from hybridpar.bucket_optimizer import BucketOptimizer
 from hybridpar.comm.agreement import check_same_settings, together
 from hybridpar.comm.buckets import check_same_tensors
 from hybridpar.comm.coalesce import broadcast_tensors
-from hybridpar.comm.engine import Engine
+from hybridpar.comm.engine.engine import Engine
+from hybridpar.comm.engine.pace import Pace, tuner_for
+from hybridpar.comm.engine.plan import Plan
+from hybridpar.comm.engine.wire import Wire
 from hybridpar.comm.errors import NonFiniteError
 from hybridpar.comm.group import Group
-from hybridpar.comm.pace import Pace, tuner_for
-from hybridpar.comm.plan import Plan
-from hybridpar.comm.timeline import NoTimeline, Timeline
-from hybridpar.comm.trace import COMPUTATION
-from hybridpar.comm.wire import Wire
+from hybridpar.comm.timeline.timeline import NoTimeline, Timeline
+from hybridpar.comm.timeline.trace import COMPUTATION
 from hybridpar.gradient_hooks import GradientHooks, has_hooks
 
 

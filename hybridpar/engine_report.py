@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybridpar.comm.plan import Plan
+from hybridpar.comm.engine.plan import Plan
 from hybridpar.data_parallel import DataParallel, open_wrappers
 
 _MB = 1e6

@@ -16,7 +16,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from hybridpar.comm.group import Group, abort_thread_group, thread_groups
-from hybridpar.comm.shm_lane import ShmLane
+from hybridpar.comm.lanes.shm_lane import ShmLane
 from hybridpar.comm.start import init
 
 

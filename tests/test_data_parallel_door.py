@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hybridpar as hp
-from hybridpar.comm.lanes import Lane
+from hybridpar.comm.lanes.lane import Lane
 from tests.head.cases import errors_of
 from tests.ranks import run_threads
 

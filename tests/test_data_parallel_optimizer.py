@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import hybridpar as hp
-from hybridpar.comm.lanes import Lane
-from hybridpar.comm.plan import Plan
-from hybridpar.comm.wire import Wire
+from hybridpar.comm.engine.plan import Plan
+from hybridpar.comm.engine.wire import Wire
+from hybridpar.comm.lanes.lane import Lane
 from tests.ranks import run_threads
 
 Make = Callable[[list[Tensor]], Optimizer]

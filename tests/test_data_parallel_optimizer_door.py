@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import hybridpar as hp
-from hybridpar.comm.plan import Plan
+from hybridpar.comm.engine.plan import Plan
 from tests.ranks import run_threads
 from tests.test_data_parallel_optimizer import OPTIMIZERS
 

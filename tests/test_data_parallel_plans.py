@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import hybridpar as hp
-from hybridpar.comm import pace, tuner
-from hybridpar.comm.plan import Plan
-from hybridpar.comm.timeline import Timeline
-from hybridpar.comm.wire import Wire
+from hybridpar.comm.engine import pace, tuner
+from hybridpar.comm.engine.plan import Plan
+from hybridpar.comm.engine.wire import Wire
+from hybridpar.comm.timeline.timeline import Timeline
 from tests.head.cases import errors_of
 from tests.ranks import run_processes, run_threads
 

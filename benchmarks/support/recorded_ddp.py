@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import hybridpar as hp
-from hybridpar.comm.trace import COMPUTATION
+from hybridpar.comm.timeline.trace import COMPUTATION
 
 TRACK = "lane 0"
 # DDP's state and bucket -> future of the bucket's sums.

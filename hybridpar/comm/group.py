@@ -14,13 +14,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import PrefixStore
 
-from hybridpar.comm.compose import Route, Ways, compose
 from hybridpar.comm.errors import CommunicationError
-from hybridpar.comm.lanes import AloneLane, Lane, Op, ThreadHub, ThreadLane, check_reducible
-from hybridpar.comm.shm_lane import ShmLane
-from hybridpar.comm.torch_lane import Meeting, TorchLane, interface_problem, own_connection
-from hybridpar.comm.values import gather_json
-from hybridpar.comm.watch import Watch
+from hybridpar.comm.lanes.compose import Route, Ways, compose
+from hybridpar.comm.lanes.lane import AloneLane, Lane, Op, ThreadHub, ThreadLane, check_reducible
+from hybridpar.comm.lanes.shm_lane import ShmLane
+from hybridpar.comm.lanes.torch_lane import Meeting, TorchLane, interface_problem, own_connection
+from hybridpar.comm.lanes.values import gather_json
+from hybridpar.comm.lanes.watch import Watch
 from hybridpar.topology import Topology, detect, host_identity
 
 DEFAULT_TIMEOUT = 300.0
@@ -117,7 +117,7 @@ class Group:
         """A further communicator of these ranks, for use by another thread. Collective.
 
         Args:
-            route: see ``hybridpar.comm.compose.compose``.
+            route: see ``hybridpar.comm.lanes.compose.compose``.
         """
         return self._lane.clone() if self._origin is None else self._origin.compose(route)
 

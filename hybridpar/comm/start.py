@@ -12,13 +12,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from hybridpar.comm.compose import Ways
 from hybridpar.comm.errors import CommunicationError
 from hybridpar.comm.group import DEFAULT_TIMEOUT, Group, check_interfaces, connect
-from hybridpar.comm.lanes import AloneLane
-from hybridpar.comm.mpi_lane import MpiLane
-from hybridpar.comm.mpi_library import load
-from hybridpar.comm.watch import Watch
+from hybridpar.comm.lanes.compose import Ways
+from hybridpar.comm.lanes.lane import AloneLane
+from hybridpar.comm.lanes.mpi_lane import MpiLane
+from hybridpar.comm.lanes.mpi_library import load
+from hybridpar.comm.lanes.watch import Watch
 from hybridpar.topology import Topology, detect, host_identity
 
 Transport = Literal["torch", "mpi"]

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from hybridpar import kernels
 from hybridpar.comm.errors import NonFiniteError
 from hybridpar.comm.group import Group
-from hybridpar.comm.lanes import Lane
+from hybridpar.comm.lanes.lane import Lane
 from hybridpar.comm.worker import Worker
 from hybridpar.head.chunks import (
     Chunks,

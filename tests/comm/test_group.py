@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import hybridpar as hp
-from hybridpar.comm.compose import Ways
-from hybridpar.comm.routes import HierarchicalLane
-from hybridpar.comm.torch_lane import TorchLane
+from hybridpar.comm.lanes.compose import Ways
+from hybridpar.comm.lanes.routes import HierarchicalLane
+from hybridpar.comm.lanes.torch_lane import TorchLane
 from tests.ranks import free_port, run_processes, run_threads
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridpar.comm.any_order import AnyOrderEngine
+from hybridpar.comm.any_order.engine import AnyOrderEngine
 from hybridpar.comm.group import Group
-from hybridpar.comm.lanes import Lane, Op
+from hybridpar.comm.lanes.lane import Lane, Op
 from hybridpar.topology import Topology
 from tests.ranks import run_shared_threads
 

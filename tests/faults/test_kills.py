@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from hybridpar.comm.segments import FOLDER
+from hybridpar.comm.lanes.segments import FOLDER
 from tests.cluster import Cluster, Link
 from tests.faults.victims import TIMEOUT
 from tests.ranks import free_port

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import hybridpar as hp
-from hybridpar.comm.engine import Engine
-from hybridpar.comm.plan import Plan
+from hybridpar.comm.engine.engine import Engine
+from hybridpar.comm.engine.plan import Plan
 
 TIMEOUT = 5.0
 _KEPT: list[object] = []

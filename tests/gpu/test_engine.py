@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hybridpar as hp
-from hybridpar.comm.engine import Engine
+from hybridpar.comm.engine.engine import Engine
 from tests.gpu.device import DEVICE, busy
 from tests.gpu.ranks import run_on_one_device
 

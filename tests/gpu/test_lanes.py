@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import hybridpar as hp
-from hybridpar.comm.lanes import Lane, Op
-from tests.comm.lane_contract import CHECKS, Check, LaneContract
+from hybridpar.comm.lanes.lane import Lane, Op
+from tests.comm.lanes.lane_contract import CHECKS, Check, LaneContract
 from tests.gpu.device import DEVICE, busy
 from tests.gpu.ranks import group_on_one_device, run_on_one_device
 from tests.ranks import free_port

@@ -1,0 +1,1 @@
+"""Tensors that become ready in any order, different on every rank."""

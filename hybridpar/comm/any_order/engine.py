@@ -1,0 +1,330 @@
+"""The engine for tensors that become ready in any order: keys of a store, calls by name, graphs that change.
+
+Nothing is planned ahead. The ranks agree again and again on what all of them have submitted, and send that; see
+Note [agreement without a coordinator] in ``hybridpar.comm.any_order.readiness``. Where the order is known, ``Engine``
+needs no negotiation at all.
+
+# Note [sums arrive at once]
+A sum is written into the submitted tensor as soon as it has arrived, on the communication thread, and then its future
+resolves there. So nothing else may read or write that memory meanwhile: a gradient that a running backward still uses
+is for ``Engine``, which holds its sums back.
+
+# Note [rounding]
+What is agreed together travels together, and that depends on timing. Shared memory adds each element in rank order
+whatever lies beside it, so sums have the same bits in every run. Where a library's order of addition depends on an
+element's place in its buffer, sums of three ranks or more may differ in their last bits from run to run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from hybridpar.comm.agreement import check_same_settings, raise_together
+from hybridpar.comm.any_order.outstanding import Outstanding
+from hybridpar.comm.any_order.readiness import Forecast, Readiness, Terms
+from hybridpar.comm.any_order.sender import FLOATS, INTEGERS, Sender
+from hybridpar.comm.any_order.stalls import Asks, Inquiry, StallWatch
+from hybridpar.comm.buckets import check_same_tensors
+from hybridpar.comm.errors import CommunicationError
+from hybridpar.comm.group import DEFAULT_TIMEOUT, Group
+from hybridpar.comm.lanes.lane import Lane, Op, describe
+
+_LOG = logging.getLogger(__name__)
+_PULSE_SECONDS = 1.0
+_END_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class AnyOrderEngine:
+    """Combines registered tensors over the ranks of a group, each as soon as every rank has submitted it.
+
+    Collective: construct it on all ranks, with equal arguments.
+
+    Args:
+        group: the ranks.
+        bucket_bytes: what is agreed together is merged into buckets of at most this; a larger tensor travels alone.
+        stall_seconds: a warning says which ranks wait for which tensor, and for whom, when it has waited for so long.
+        timeout: seconds that a submission may wait for the other ranks to submit the same. Time in which other tensors
+            travel does not count. When it is over, everything outstanding fails. It may be longer than one collective
+            of the group may wait: that bounds only how soon a rank that lives must show itself, which it does once a
+            second from a thread of its own, whatever its other threads compute.
+        watch: how to ask the other ranks what they wait for; None means the group's own.
+
+    Raises:
+        ValueError: the arguments differ between the ranks, or are out of range.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        bucket_bytes: int = 4 << 20,
+        stall_seconds: float = 10.0,
+        timeout: float = DEFAULT_TIMEOUT,
+        watch: Asks | None = None,
+    ) -> None:
+        if bucket_bytes < 1 or not stall_seconds > 0 or not timeout > 0:
+            raise ValueError(
+                "AnyOrderEngine: expected bucket_bytes, stall_seconds and timeout above 0, got "
+                f"{bucket_bytes}, {stall_seconds} and {timeout}"
+            )
+        check_same_settings(group, "AnyOrderEngine", {"bucket_bytes": bucket_bytes, "timeout": timeout})
+        self._group, self._process = group, os.getpid()
+        key = group.broadcast_json(f"any order {secrets.token_hex(8)}")
+        control, data = group.new_lane(), group.new_lane()
+        rank = control.ranks[control.rank]
+        self._outstanding = Outstanding(rank, None if group.size == 1 else min(_PULSE_SECONDS, timeout / 4))
+        inquiry = Inquiry(group.watch if watch is None else watch, key, control.ranks, rank)
+        # The threads hold all that they need but the engine, so that an abandoned engine is collected, and they end.
+        self._traffic = _Traffic(self._outstanding, inquiry, control, data, bucket_bytes)
+        inquiry.publish(_Status(self._outstanding))
+        stalls = StallWatch(self._outstanding, inquiry, stall_seconds, timeout, self._traffic.give_up)
+        self._traffic.start()
+        if group.size > 1:
+            threading.Thread(target=stalls.run, name="hybridpar-stalls", daemon=True).start()
+        self._registered: list[_Registered] = []
+        self._finalizer = weakref.finalize(self, _abandon, self._outstanding, self._process)
+        self._finalizer.atexit = False
+        group.barrier()  # nobody asks for a status before all have published theirs
+
+    def register(self, names: Sequence[str], tensors: Sequence[Tensor]) -> range:
+        """Collective: say what may be submitted from now on. May be called again, while others are on their way.
+
+        Args:
+            names: for error messages and reports, one for each tensor.
+            tensors: examples of what will be submitted: shapes, dtypes and devices count, values do not.
+
+        Returns:
+            The indices of these tensors: numbering continues where the last registration ended.
+
+        Raises:
+            CommunicationError: the ranks' names, shapes or dtypes differ (on every rank).
+            ValueError: there is not one name for each tensor, or they are on several devices (on every rank).
+            TypeError: a tensor has a dtype that cannot be sent (on every rank).
+        """
+        self._check_process("register")
+        raise_together(self._group, self._refused(names, tensors))
+        check_same_tensors(self._group, names, [t.shape for t in tensors], [t.dtype for t in tensors])
+        indices = self._outstanding.register(names)
+        self._registered += [_Registered(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        return indices
+
+    def submit(
+        self, index: int, tensor: Tensor, *, op: Op = "sum", scale: float = 1.0, priority: int = 0
+    ) -> Future[Tensor]:
+        """Tensor ``index`` is ready. Returns at once; from any thread.
+
+        The n-th submission of a tensor is combined with the n-th on every other rank, however far apart they are.
+        The tensor is read some time later, and then overwritten: leave its memory alone until the future is done.
+        See Note [sums arrive at once]. On CUDA it is read after what the current stream holds now, and every stream may
+        use it when the future is done. Callbacks of the future run on the communication thread: they may submit, but
+        must not wait for other futures.
+
+        Args:
+            tensor: of the shape, dtype and device that were registered; any strides.
+            op: how the ranks' values are combined, the same on every rank.
+            scale: factor applied to this rank's values first. Ranks may differ. Floating-point tensors only.
+            priority: of the tensors that are agreed together the highest goes first, of equal ones the lowest index.
+                Where the ranks' priorities differ, the highest counts.
+
+        Returns:
+            A future of ``tensor``, with the result in place. It cannot be cancelled. It raises CommunicationError,
+            naming tensor and rank, if a rank is lost or late, or if the ranks asked for different operations.
+
+        Raises:
+            ValueError: index, shape, dtype, device, op, scale or priority are not as described.
+            CommunicationError: the engine has failed before.
+            RuntimeError: the engine is closed.
+        """
+        self._check_process("submit")
+        self._check(index, tensor)
+        if op not in get_args(Op):
+            raise ValueError(f"{self._name(index)}: expected op 'sum', 'max' or 'min', got {op!r}")
+        if not math.isfinite(scale) or (scale != 1 and tensor.dtype not in FLOATS):
+            raise ValueError(
+                f"{self._name(index)}: expected a finite scale, and 1 for whole numbers, got {scale} for {tensor.dtype}"
+            )
+        if not -(1 << 63) <= priority < 1 << 63:
+            raise ValueError(f"{self._name(index)}: expected a priority within 64 bits, got {priority}")
+        return self._outstanding.put(index, tensor, Terms(op, priority), scale)
+
+    def wait_all(self) -> None:
+        """Wait for everything that was submitted on this rank, by whichever thread.
+
+        Raises:
+            CommunicationError: a submission has failed, now or since the last call.
+        """
+        self._check_process("wait_all")
+        if self._traffic.is_current_thread():
+            raise RuntimeError("wait_all: expected a thread of your own, got the communication thread (a callback)")
+        wait(self._outstanding.futures())
+        if (lost := self._outstanding.first_lost()) is not None:
+            raise lost
+
+    def close(self) -> None:
+        """End the threads and free the communicators. What is still outstanding fails, here and on the other ranks."""
+        self._check_process("close")
+        self._finalizer.detach()
+        self._traffic.stop()
+
+    def _check_process(self, operation: str) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"{operation} in a forked child: expected the process that made the engine; start workers with "
+                "multiprocessing's spawn, or fork before hp.init()"
+            )
+
+    def _name(self, index: int) -> str:
+        return self._outstanding.names[index]
+
+    def _check(self, index: int, tensor: Tensor) -> None:
+        if not 0 <= index < len(self._registered):
+            raise ValueError(f"expected the index of one of {len(self._registered)} registered tensors, got {index}")
+        known = self._registered[index]
+        if tensor.shape != known.shape or tensor.dtype != known.dtype or tensor.device != known.device:
+            registered = f"{describe(torch.empty(known.shape, dtype=known.dtype, device='meta'))} on {known.device}"
+            got = f"{describe(tensor)} on {tensor.device}"
+            raise ValueError(f"{self._name(index)}: expected {registered} as registered, got {got}")
+        if not tensor.is_contiguous() and any(
+            extent > 1 and stride == 0 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
+            raise ValueError(
+                f"{self._name(index)}: expected elements that each have their own memory, got strides "
+                f"{tensor.stride()} for shape {tuple(tensor.shape)}; call .contiguous() on it first"
+            )
+
+    def _refused(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Exception | None:
+        """What is wrong on this rank."""
+        if len(names) != len(tensors):
+            return ValueError(f"expected one name for each tensor, got {len(names)} names for {len(tensors)} tensors")
+        for name, tensor in zip(names, tensors, strict=True):
+            if tensor.dtype not in FLOATS + INTEGERS:
+                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS + INTEGERS)
+                return TypeError(f"{name}: expected {known}, got {tensor.dtype}")
+        devices = {tensor.device for tensor in tensors} | {known.device for known in self._registered[:1]}
+        if len(devices) > 1:
+            found = sorted(map(str, devices))
+            return ValueError(f"expected tensors on one device, got {found}; use an engine for each")
+        return None
+
+
+class _Traffic:
+    """The communication thread: agree, send, and again.
+
+    # Note [end of the process]
+    A thread that comes out of a library's call, or frees what the library holds, while the interpreter is going down
+    takes the process with it. So the thread is told to end, and waited for, before that.
+    """
+
+    def __init__(
+        self, outstanding: Outstanding, inquiry: Inquiry, control: Lane, data: Lane, bucket_bytes: int
+    ) -> None:
+        self._outstanding, self._inquiry = outstanding, inquiry
+        self._control, self._data = control, data
+        self._readiness, self._forecast, self._sender = Readiness(control), Forecast(), Sender(data, bucket_bytes)
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="hybridpar-any-order", daemon=True)
+
+    def start(self) -> None:
+        atexit.register(self._stop_at_exit)
+        self._thread.start()
+
+    def is_current_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def stop(self) -> None:
+        """End now. Lets the thread come out of a call, and the other ranks know what cannot arrive."""
+        negotiates, sends = self._outstanding.close()
+        if sends:
+            self._data.abort()
+        if negotiates:
+            self._control.abort()
+        if not self.is_current_thread():
+            self._thread.join(_END_SECONDS)
+
+    def _stop_at_exit(self) -> None:
+        """Note [end of the process]."""
+        if os.getpid() == self._process:
+            if lost := len(self._outstanding.futures()):
+                _LOG.warning("%d submissions had not arrived when the process ended; call wait_all() before", lost)
+            self.stop()
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        try:
+            while (ready := self._outstanding.await_turn(self._forecast.expected)) is not None:
+                self._turn(ready)
+        except BaseException as error:
+            reason = error.reason if isinstance(error, CommunicationError) else f"{type(error).__name__}: {error}"
+            self._fail(reason, gave_up=not isinstance(error, CommunicationError))
+        finally:
+            self._outstanding.end()
+            if self._outstanding.failure is None:
+                self._inquiry.publish(None)
+            self._control.close()
+            self._data.close()
+            atexit.unregister(self._stop_at_exit)
+
+    def give_up(self, reason: str) -> None:
+        """From another thread."""
+        self._fail(reason, gave_up=True)
+
+    def _turn(self, ready: dict[int, Terms]) -> None:
+        agreement = self._readiness.agree(ready, self._outstanding.registered)
+        if not agreement.indices:
+            self._outstanding.found_nothing(grown=agreement.grown)
+            return
+        self._forecast.saw(agreement.indices)
+        taken = self._outstanding.take(agreement.indices, grown=agreement.grown)
+        if not taken:
+            self._data.abort()  # closed in this moment, when the others have begun to send
+        for submission in taken:
+            if dispute := agreement.disputes.get(submission.index):
+                self._outstanding.refuse([submission], f"the ranks asked for different operations: {dispute}")
+        agreed = [submission for submission in taken if submission.index not in agreement.disputes]
+        for arrived in self._sender.send(agreed, self._readiness.terms, self._readiness.edition):
+            self._outstanding.arrived(arrived)
+        self._outstanding.travelled()
+
+    def _fail(self, reason: str, *, gave_up: bool) -> None:
+        if not gave_up and not self._outstanding.ended:
+            reason += self._inquiry.reasons()
+        if self._outstanding.fail(reason, gave_up=gave_up):
+            self._control.abort()
+            self._data.abort()
+
+
+def _abandon(outstanding: Outstanding, process: int) -> None:
+    """In a forked child the lock may be held by a thread that does not exist there."""
+    if os.getpid() == process:
+        outstanding.drain()
+
+
+class _Status:
+    """What this rank waits for, for others to ask. Refers to no more than it must."""
+
+    def __init__(self, outstanding: Outstanding) -> None:
+        self._outstanding = weakref.ref(outstanding)
+
+    def __call__(self) -> object:
+        outstanding = self._outstanding()
+        return {} if outstanding is None else outstanding.status()

@@ -1,0 +1,336 @@
+"""What a rank has submitted and not yet got back: shared by the threads that submit, send and watch.
+
+# Note [when to negotiate]
+A rank that has nothing to send sleeps, but for one empty negotiation now and then (a pulse), which lets a rank that
+waits in a negotiation come out, so that the lane's own time-out tells only of ranks that no longer live. A rank that
+has something negotiates at once, and waits there for the others. Ranks that all have something, but nothing in common,
+would go round without end: after a negotiation that found nothing a rank waits until more was submitted, or for a
+tenth of the time that it has waited already, so that no rank is late by more than that share.
+A set that is expected is worth a short wait until it is complete: then it costs one negotiation, not several.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpar.comm.any_order.readiness import Terms
+from hybridpar.comm.errors import CommunicationError
+
+_LINGER_SECONDS = 0.002
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.05
+_BETWEEN_LOOKS = 0.05
+
+
+@dataclass(eq=False, slots=True)
+class Submission:
+    """One tensor on its way.
+
+    Attributes:
+        since: when it was submitted, by the clock of ``Outstanding``.
+        ready: on CUDA: when the tensor holds its values.
+        future: resolves to ``tensor``.
+    """
+
+    index: int
+    tensor: Tensor
+    terms: Terms
+    scale: float
+    since: float
+    ready: torch.cuda.Event | None
+    future: Future[Tensor]
+
+
+class Outstanding:
+    """A queue of submissions for each tensor.
+
+    Its clock stands still while sums travel: a tensor is not waiting for a rank that is busy with another one.
+
+    Attributes:
+        names: of the tensors.
+        registered: how many tensors there were after each registration.
+        failure: why nothing more can be sent.
+        gave_up: whether this rank is the one that gave up, and did not only hear of it.
+
+    Args:
+        rank: number of this rank in the job.
+        pulse_seconds: how long a rank with nothing to send stays away from negotiations; None means for ever.
+    """
+
+    def __init__(self, rank: int, pulse_seconds: float | None) -> None:
+        self.rank = rank
+        self.names: list[str] = []
+        self.registered: list[int] = []
+        self.failure: str | None = None
+        self.gave_up = False
+        self._lost: CommunicationError | None = None
+        self._pulse_seconds = pulse_seconds
+        self._lock = threading.Lock()
+        self._work, self._watching = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._queues: dict[int, deque[Submission]] = {}  # none of them empty
+        self._flying: set[Submission] = set()
+        self._settling: set[Submission] = set()  # whose futures are about to be told
+        self._grown = 0
+        self._open, self._closed = True, False
+        # Of the communication thread: whether it sleeps, or waits for the rest of a set; what has come meanwhile.
+        self._sleeps, self._missing, self._news, self._lingered = False, set[int](), False, False
+        self._fruitless_since: float | None = None
+        self._inside = False
+        self._unwatched = False
+        self._stopped_since: float | None = None
+        self._stopped_seconds = 0.0
+
+    # The threads that submit.
+
+    def register(self, names: Sequence[str]) -> range:
+        """More tensors; returns their indices."""
+        with self._lock:
+            first = len(self.names)
+            self.names += names
+            self.registered.append(len(self.names))
+            self._wake()
+            return range(first, len(self.names))
+
+    def put(self, index: int, tensor: Tensor, terms: Terms, scale: float) -> Future[Tensor]:
+        """Raises CommunicationError after a failure, RuntimeError after the end."""
+        future: Future[Tensor] = Future()
+        future.set_running_or_notify_cancel()  # what other ranks count on cannot be cancelled
+        ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+        with self._lock:
+            if self.failure is not None:
+                raise self._error(index, self.failure)
+            if not self._open:
+                raise RuntimeError(f"submit of {self.names[index]}: expected an open engine, got one that was closed")
+            submission = Submission(index, tensor, terms, scale, self._now(), ready, future)
+            queue = self._queues.get(index)
+            if queue is not None:
+                queue.append(submission)
+                return future
+            if not self._queues:
+                self._fruitless_since = None
+            self._queues[index] = deque((submission,))
+            self._wake(index)
+            if self._unwatched:
+                self._unwatched = False
+                self._watching.notify()
+        return future
+
+    def futures(self) -> list[Future[Tensor]]:
+        """Of everything that is outstanding."""
+        with self._lock:
+            queued = [submission for queue in self._queues.values() for submission in queue]
+            return [submission.future for submission in (*queued, *self._flying, *self._settling)]
+
+    def first_lost(self) -> CommunicationError | None:
+        """What failed first, of all that did since this was last asked."""
+        lost, self._lost = self._lost, None
+        return lost
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will arrive: after a failure, or when the engine is closed."""
+        return self._closed or self.failure is not None
+
+    def drain(self) -> None:
+        """Accept nothing more; end once all has arrived."""
+        with self._lock:
+            self._open = False
+            self._work.notify()
+            self._watching.notify()
+
+    def close(self) -> tuple[bool, bool]:
+        """End now; what is outstanding fails.
+
+        Returns:
+            Whether others may wait for this rank in a negotiation, and whether they may do so for what is on its way.
+        """
+        with self._lock:
+            self._open, self._closed = False, True
+            sends = bool(self._flying)
+            lost = self._clear()
+            self._work.notify()
+            self._watching.notify()
+        self._lose(lost, "the engine was closed before the sum had arrived; call wait_all() before close()")
+        return self._inside or bool(lost), sends
+
+    def fail(self, reason: str, *, gave_up: bool) -> bool:
+        """Everything outstanding fails, and every later submission. False if there was a failure already."""
+        with self._lock:
+            if self.ended:
+                return False
+            self.failure, self.gave_up = reason, gave_up
+            lost = self._clear()
+            self._work.notify()
+            self._watching.notify()
+        self._lose(lost, reason)
+        return True
+
+    # The communication thread.
+
+    def await_turn(self, expected: frozenset[int]) -> dict[int, Terms] | None:
+        """Note [when to negotiate]. Returns what could be sent now, or None at the end."""
+        with self._lock:
+            self._inside = False
+            if not self._news:
+                self._sleeps = True
+                self._work.wait_for(lambda: self._news or self._at_end(), self._pause())
+                self._sleeps = False
+            missing = expected - self._queues.keys()
+            if missing and self._queues and not self._lingered:
+                self._lingered, self._missing = True, set(missing)
+                self._work.wait_for(lambda: not self._missing or self._at_end(), _LINGER_SECONDS)
+                self._missing.clear()
+            if self._at_end():
+                return None
+            self._news, self._inside = False, True
+            return {index: queue[0].terms for index, queue in self._queues.items()}
+
+    def found_nothing(self, *, grown: bool) -> None:
+        """The negotiation agreed on no tensor, perhaps on a registration."""
+        with self._lock:
+            self._grown += grown
+            self._news |= grown
+            if not self._is_idle() and self._fruitless_since is None:
+                self._fruitless_since = time.monotonic()
+
+    def take(self, indices: Sequence[int], *, grown: bool) -> list[Submission]:
+        """The oldest submission of each of these tensors, in that order: on their way from now on. None at the end."""
+        with self._lock:
+            if self.ended:
+                return []
+            self._grown += grown
+            taken = [self._queues[index].popleft() for index in indices]
+            for index in indices:
+                if not self._queues[index]:
+                    del self._queues[index]
+            self._flying.update(taken)
+            self._news, self._lingered, self._fruitless_since = bool(self._queues), False, None
+            self._stopped_since = time.monotonic()
+            return taken
+
+    def arrived(self, submissions: Collection[Submission]) -> None:
+        """Their sums are in place."""
+        found = self._land(submissions)
+        for submission in found:
+            submission.future.set_result(submission.tensor)
+        self._settled(found)
+
+    def refuse(self, submissions: Collection[Submission], reason: str) -> None:
+        """The ranks agreed not to send them."""
+        self._lose(self._land(submissions), reason)
+
+    def travelled(self) -> None:
+        """All that was taken has arrived, or was refused."""
+        with self._lock:
+            if self._stopped_since is not None:
+                self._stopped_seconds += time.monotonic() - self._stopped_since
+            self._stopped_since = None
+
+    def end(self) -> None:
+        """Nobody communicates any more, and nothing is outstanding."""
+        with self._lock:
+            self._open, self._closed = False, True
+            self._watching.notify()
+
+    # The thread that watches.
+
+    def await_stall(self, limit: Callable[[Submission], float]) -> list[tuple[Submission, float]] | None:
+        """Blocks until the submission that has waited longest has done so for ``limit`` of it, in seconds.
+
+        Returns:
+            Each tensor's oldest submission and its seconds, longest first; None at the end.
+        """
+        with self._lock:
+            while not self._at_end():
+                if not self._queues:
+                    self._unwatched = True
+                    self._watching.wait()
+                    continue
+                oldest = min((queue[0] for queue in self._queues.values()), key=lambda submission: submission.since)
+                now = self._now()
+                rest = limit(oldest) - (now - oldest.since)
+                if rest <= 0:
+                    heads = sorted((queue[0] for queue in self._queues.values()), key=lambda head: head.since)
+                    return [(head, now - head.since) for head in heads]
+                self._watching.wait(max(rest, _BETWEEN_LOOKS))
+            return None
+
+    def waits(self, submission: Submission) -> bool:
+        """Whether it is still to be agreed on."""
+        with self._lock:
+            queue = self._queues.get(submission.index)
+            return queue is not None and queue[0] is submission
+
+    def status(self) -> dict[str, Any]:
+        """What other ranks may know: the tensors that were submitted here and wait for others; nothing at the end."""
+        with self._lock:
+            if self.failure is not None:
+                return {"failed": self.failure, "gave_up": self.gave_up}
+            return {} if self._closed else {"waiting": list(self._queues)}
+
+    # With the lock held.
+
+    def _wake(self, index: int = -1) -> None:
+        self._news = True
+        if self._missing:
+            self._missing.discard(index)
+            if not self._missing:
+                self._work.notify()
+        elif self._sleeps:
+            self._work.notify()
+
+    def _pause(self) -> float | None:
+        if self._is_idle():
+            return self._pulse_seconds
+        if self._fruitless_since is None:
+            return 0
+        return min(max((time.monotonic() - self._fruitless_since) / 10, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+
+    def _is_idle(self) -> bool:
+        return not self._queues and self._grown == len(self.registered)
+
+    def _at_end(self) -> bool:
+        return self.ended or (not self._open and not self._queues)
+
+    def _now(self) -> float:
+        now = time.monotonic() if self._stopped_since is None else self._stopped_since
+        return now - self._stopped_seconds
+
+    def _clear(self) -> list[Submission]:
+        lost = [submission for queue in self._queues.values() for submission in queue] + list(self._flying)
+        self._queues.clear()
+        self._flying.clear()
+        self._settling.update(lost)
+        return lost
+
+    def _error(self, index: int, reason: str) -> CommunicationError:
+        return CommunicationError(reason, rank=self.rank, operation="all_reduce", tensor=self.names[index])
+
+    # Without the lock: callbacks of futures run here.
+
+    def _land(self, submissions: Collection[Submission]) -> list[Submission]:
+        """Those that were not lost meanwhile."""
+        with self._lock:
+            found = [submission for submission in submissions if submission in self._flying]
+            self._flying.difference_update(found)
+            self._settling.update(found)
+            return found
+
+    def _lose(self, submissions: Collection[Submission], reason: str) -> None:
+        for submission in submissions:
+            error = self._error(submission.index, reason)
+            self._lost = self._lost or error
+            submission.future.set_exception(error)
+        self._settled(submissions)
+
+    def _settled(self, submissions: Collection[Submission]) -> None:
+        with self._lock:
+            self._settling.difference_update(submissions)

@@ -1,0 +1,135 @@
+"""Sends what was agreed: tensors merged into buckets on the way out, and parted again when the result is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, groupby
+
+import torch
+from torch import Tensor
+
+from hybridpar.comm.any_order.outstanding import Submission
+from hybridpar.comm.any_order.readiness import OPS, Terms
+from hybridpar.comm.buckets import plan_buckets
+from hybridpar.comm.lanes.lane import Lane, Op
+from hybridpar.kernels import pack, unpack
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
+_PLANS = 256
+
+
+class Sender:
+    """Combines agreed tensors over the ranks of a lane, on one thread.
+
+    Everything here is a function of what all ranks know: indices, shapes, dtypes and terms.
+
+    Args:
+        bucket_bytes: upper limit of a bucket; a larger tensor, and one of whole numbers, travels alone.
+    """
+
+    def __init__(self, lane: Lane, bucket_bytes: int) -> None:
+        self._lane, self._bucket_bytes = lane, bucket_bytes
+        self._buffers: dict[torch.dtype, Tensor] = {}
+        self._plans: dict[tuple[int, ...], list[list[int]]] = {}
+        self._edition = 0
+        self._stream: torch.cuda.Stream | None = None
+
+    def send(
+        self, submissions: Sequence[Submission], terms: Sequence[Terms], edition: int
+    ) -> Iterator[list[Submission]]:
+        """Collective. Yields submissions as their results are in place.
+
+        Args:
+            submissions: of different tensors.
+            terms: of all tensors; a higher ``edition`` says that they have changed.
+        """
+        empty = [submission for submission in submissions if submission.tensor.numel() == 0]
+        if empty:
+            yield empty
+        filled = [submission for submission in submissions if submission.tensor.numel()]
+        for places in self._planned(filled, terms, edition):
+            members = [filled[place] for place in places]
+            op = terms[members[0].index].op
+            with self._in_order(members):
+                if len(members) == 1:
+                    self._send_alone(members[0], op)
+                else:
+                    self._send_merged(members, op)
+            yield members
+
+    @contextmanager
+    def _in_order(self, members: Sequence[Submission]) -> Iterator[None]:
+        """On CUDA: after what the submitting streams held, and over before the futures are told."""
+        device = members[0].tensor.device
+        if device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):
+            for member in members:
+                if member.ready is not None:
+                    self._stream.wait_event(member.ready)
+            yield
+            self._stream.synchronize()
+
+    def _planned(self, submissions: Sequence[Submission], terms: Sequence[Terms], edition: int) -> list[list[int]]:
+        """Places in ``submissions`` of the members of each bucket, in the order in which buckets leave."""
+        if edition != self._edition or len(self._plans) > _PLANS:
+            self._plans.clear()
+            self._edition = edition
+        indices = tuple(submission.index for submission in submissions)
+        found = self._plans.get(indices)
+        if found is None:
+            found = self._plans[indices] = self._plan(submissions, [terms[index] for index in indices])
+        return found
+
+    def _plan(self, submissions: Sequence[Submission], terms: Sequence[Terms]) -> list[list[int]]:
+        order = sorted(range(len(terms)), key=lambda place: (-terms[place].priority, submissions[place].index))
+        tensors = [submission.tensor for submission in submissions]
+        buckets = [[place] for place in order if tensors[place].dtype in INTEGERS]
+        for op in OPS:
+            chosen = [place for place in order if terms[place].op == op and tensors[place].dtype in FLOATS]
+            counts, dtypes = [tensors[place].numel() for place in chosen], [tensors[place].dtype for place in chosen]
+            plan = plan_buckets(counts, dtypes, range(len(chosen)), self._bucket_bytes)
+            buckets += [[chosen[member] for member in bucket.members] for bucket in plan]
+        turn = {place: position for position, place in enumerate(order)}
+        return sorted(buckets, key=lambda members: turn[members[0]])
+
+    def _send_alone(self, submission: Submission, op: Op) -> None:
+        """In its own memory where that is possible: the lane copies anyway."""
+        tensor, scale = submission.tensor.detach(), submission.scale
+        if tensor.is_contiguous() and not tensor.is_inference():
+            if scale != 1:
+                tensor.mul_(scale)
+            self._lane.all_reduce(tensor, op)
+        elif tensor.dtype in INTEGERS:
+            flat = tensor.clone(memory_format=torch.contiguous_format)
+            self._lane.all_reduce(flat, op)
+            tensor.copy_(flat)
+        else:
+            flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+            pack([tensor], [tensor.numel()], flat, scale)
+            self._lane.all_reduce(flat, op)
+            unpack(flat, [tensor.numel()], [tensor])
+
+    def _send_merged(self, members: Sequence[Submission], op: Op) -> None:
+        tensors = [member.tensor for member in members]
+        counts = [tensor.numel() for tensor in tensors]
+        bucket = self._buffer(tensors[0])[: sum(counts)]
+        ends = [0, *accumulate(counts)]
+        # Scales are each rank's own affair: buckets do not depend on them.
+        for scale, run in groupby(range(len(members)), key=lambda place: members[place].scale):
+            first, *_, last = [*(places := list(run)), places[-1]]
+            part = slice(first, last + 1)
+            pack(tensors[part], counts[part], bucket[ends[first] : ends[last + 1]], scale)
+        self._lane.all_reduce(bucket, op)
+        unpack(bucket, counts, tensors)
+
+    def _buffer(self, example: Tensor) -> Tensor:
+        if example.dtype not in self._buffers:
+            count = max(1, self._bucket_bytes // example.dtype.itemsize)
+            self._buffers[example.dtype] = self._lane.allocate(count, example.dtype, example.device)
+        return self._buffers[example.dtype]

@@ -1,0 +1,157 @@
+"""One bucket in the rounds of an engine: what was submitted into it, its way over a track, and when what happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpar.comm.engine.codec import Codec, Count
+from hybridpar.comm.engine.tracks import Track
+from hybridpar.comm.errors import CommunicationError
+from hybridpar.comm.timeline.timeline import Timeline
+from hybridpar.comm.timeline.trace import COMPUTATION
+
+
+@dataclass
+class Times:
+    """When a bucket was complete and given to its track, and when that began to pack, began to send and was done.
+
+    Readings of time.perf_counter; on CUDA of the thread that hands the work to the device. ``waited`` is for how many
+    seconds the caller stood still for it.
+    """
+
+    ready: float = 0.0
+    begun: float = 0.0
+    packed: float = 0.0
+    sent: float = 0.0
+    waited: float = 0.0
+
+
+class BucketRound:
+    """A bucket. ``submit`` and ``send`` once a round, then ``wait``, ``deliver`` and ``reset``.
+
+    Args:
+        number: in the order in which buckets are sent.
+        codec: how it travels.
+        examples: of its tensors: shapes count.
+        names: of its tensors.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        codec: Codec,
+        track: Track,
+        examples: Sequence[Tensor],
+        names: Sequence[str],
+        device: torch.device,
+        timeline: Timeline,
+    ) -> None:
+        self.number, self.codec, self.track = number, codec, track
+        self.members = codec.bucket.members
+        self.shapes = {index: example.shape for index, example in zip(self.members, examples, strict=True)}
+        self.names = dict(zip(self.members, names, strict=True))
+        self.dtype, self._device = codec.bucket.dtype, device
+        self.times = Times()
+        self._timeline = timeline
+        self.crossing = track.side.crossing()
+        self.reset()
+
+    def reset(self) -> None:
+        """A new round."""
+        self.crossing.reset()
+        self.tensors: dict[int, Tensor] = {}
+        self.received: dict[int, Tensor] = {}
+        # In bucket order.
+        self._given: list[Tensor | None] = []
+        self.closed = False
+        self.own_nonfinite: Count = 0
+        self.sum_nonfinite: Count = 0
+        self.own_bad: set[int] = set()
+        self._future: Future[Any] | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.closed or len(self.tensors) == len(self.members)
+
+    def send(self) -> None:
+        """Give it to the track, and return at once."""
+        self.times = Times(ready=time.perf_counter())
+        self.crossing.complete()
+        self._future = self.track.submit(self._travel)
+
+    def wait(self) -> None:
+        """Until the sums are there. Raises what went wrong on the way."""
+        assert self._future is not None
+        if not self._future.done():
+            started = time.perf_counter()
+            with self._timeline.span("wait", row=COMPUTATION, bucket=self.number):
+                self._future.exception()
+            self.times.waited = time.perf_counter() - started
+        self._future.result()
+
+    def settle(self) -> None:
+        """After a failure: until no thread works on it any more, whatever became of it."""
+        if self._future is not None:
+            self._future.exception()
+
+    def deliver(self, check_finite: bool) -> None:
+        """On the caller's thread: write the sums into what was submitted. See Note [sums wait for flush].
+
+        Args:
+            check_finite: note which of this rank's own tensors are not finite, while they hold what was submitted.
+        """
+        targets = self._given
+        if self.received:
+            targets = [
+                self.received.get(index, tensor) for index, tensor in zip(self.members, self._given, strict=True)
+            ]
+        with self._timeline.span("unpack", row=COMPUTATION, bucket=self.number), self.crossing.delivering():
+            if check_finite and int(self.own_nonfinite):
+                self.own_bad = {index for index, tensor in self.tensors.items() if not bool(tensor.isfinite().all())}
+            self.sum_nonfinite = self.codec.unpack(targets)
+            for tensor in self.received.values():
+                self.crossing.adopt(tensor)
+
+    def nonfinite_sums(self) -> list[tuple[int, int]]:
+        """(index, number of values) of each tensor whose sum is not finite, in bucket order."""
+        present = {index for index, tensor in zip(self.members, self.codec.present(), strict=True) if tensor}
+        found = []
+        for index, begin, end in self.codec.spans():
+            count = int(self.codec.sums[begin:end].isfinite().logical_not_().sum())
+            if count and index in present:
+                found.append((index, count))
+        return found
+
+    def _travel(self) -> None:
+        """On the track's thread."""
+        with self.crossing.sending():
+            self._pack_and_exchange()
+            if len(self.tensors) < len(self.members):
+                for index, present in zip(self.members, self.codec.present(), strict=True):
+                    if present and index not in self.tensors:
+                        self.received[index] = torch.empty(self.shapes[index], dtype=self.dtype, device=self._device)
+
+    def _pack_and_exchange(self) -> None:
+        times, track, nbytes = self.times, self.track, self.codec.nbytes
+        times.begun = time.perf_counter()
+        waited = round(1e6 * (times.begun - times.ready))
+        with self._timeline.span("pack", row=track.row, bucket=self.number, waited_us=waited):
+            self._given = list(map(self.tensors.get, self.members))
+            self.own_nonfinite = self.codec.pack(self._given)
+        times.packed = time.perf_counter()
+        with self._timeline.span("send", row=track.row, bucket=self.number, bytes=nbytes):
+            try:
+                self.codec.exchange(track.lane)
+            except CommunicationError as error:
+                text = f"the gradients of {self.names[self.members[0]]} .. {self.names[self.members[-1]]}"
+                raise CommunicationError(
+                    error.reason, rank=error.rank, operation=error.operation, tensor=text
+                ) from error
+        times.sent = time.perf_counter()

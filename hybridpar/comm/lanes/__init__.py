@@ -1,0 +1,1 @@
+"""Lanes: ordered communicators of existing libraries, and routes, which are lanes made of lanes."""

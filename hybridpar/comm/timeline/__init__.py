@@ -1,0 +1,1 @@
+"""What happened when: recording, saving and drawing it."""
