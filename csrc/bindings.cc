@@ -123,14 +123,16 @@ void raise_pending_signals() {
 }
 
 void make_shared_memory(SharedMemory *self, std::uintptr_t memory, std::size_t rank, const Int64s &processes,
-                        const Int64s &starts, const Int64s &job_ranks, std::size_t chunk_bytes, double timeout) {
+                        const Int64s &starts, const Int64s &job_ranks, std::size_t chunk_bytes, std::size_t cores,
+                        double timeout) {
     const std::size_t size = processes.shape(0);
     check(starts.shape(0) == size && job_ranks.shape(0) == size, "expected a start time and a job rank for each of ",
           size, " processes, got ", starts.shape(0), " and ", job_ranks.shape(0));
     std::vector<Member> members(size);
     for (std::size_t i = 0; i < size; ++i)
         members[i] = {processes.data()[i], starts.data()[i], job_ranks.data()[i]};
-    new (self) SharedMemory{{reinterpret_cast<std::byte *>(memory), rank, std::move(members), chunk_bytes, timeout}};
+    new (self)
+        SharedMemory{{reinterpret_cast<std::byte *>(memory), rank, std::move(members), chunk_bytes, cores, timeout}};
     self->communicator.set_poll(raise_pending_signals);
 }
 
@@ -140,7 +142,7 @@ void bind_shared_memory(nb::module_ &module) {
 
     nb::class_<SharedMemory>(module, "Communicator")
         .def("__init__", &make_shared_memory, "memory"_a, "rank"_a, "processes"_a.noconvert(), "starts"_a.noconvert(),
-             "job_ranks"_a.noconvert(), "chunk_bytes"_a, "timeout"_a)
+             "job_ranks"_a.noconvert(), "chunk_bytes"_a, "cores"_a, "timeout"_a)
         .def(
             "all_reduce",
             [](SharedMemory &self, std::uintptr_t data, std::int64_t count, std::int64_t dtype,

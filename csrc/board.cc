@@ -48,7 +48,8 @@ using Clock = std::chrono::steady_clock;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "ranks in other processes see no lock of ours");
 
-constexpr int kYields = 5;
+constexpr int kSpins = 1000;
+constexpr auto kYielding = std::chrono::microseconds(200);
 constexpr auto kLongestSleep = std::chrono::milliseconds(20);
 constexpr auto kBetweenChecks = std::chrono::milliseconds(100);
 
@@ -129,13 +130,12 @@ std::size_t board_bytes(std::size_t size) {
     return 128 + (128 + kWhyBytes) * size; // as State and Shared say, checked in the constructor
 }
 
-Board::Board(std::byte *memory, std::size_t rank, std::vector<Member> members, double timeout)
+Board::Board(std::byte *memory, std::size_t rank, std::vector<Member> members, std::size_t cores, double timeout)
     : shared_(reinterpret_cast<Shared *>(memory)), states_(reinterpret_cast<State *>(memory + sizeof(Shared))),
       rank_(rank), members_(std::move(members)), timeout_(timeout), creator_(getpid()) {
     static_assert(sizeof(State) == 128 + kWhyBytes && sizeof(Shared) == 128);
     check(rank_ < size(), "expected a rank below ", size(), ", got ", rank_);
-    // Spinning helps only while the rank that is waited for has a core of its own.
-    spins_ = size() <= std::thread::hardware_concurrency() ? 1000 : 10;
+    spins_ = size() <= cores ? kSpins : 0;
 }
 
 bool Board::is_own_process() const {
@@ -183,14 +183,15 @@ void Board::await_slowly(std::size_t peer, std::uint32_t step) {
     State &theirs = states_[peer];
     const auto start = Clock::now();
     auto next_check = start + kBetweenChecks;
-    for (int turn = 0;; ++turn) {
+    for (bool yields = true;;) {
         const bool left = theirs.left.load();
         if (reached(theirs.step.load(), step)) return;
         if (leaving_.load()) throw Failure("this rank has closed the lane");
         throw_if_aborted();
         if (left) fail(Loss::left, peer);
-        if (turn < kYields) {
+        if (yields) {
             sched_yield();
+            yields = Clock::now() - start < kYielding;
             continue;
         }
         theirs.sleepers.fetch_add(1);

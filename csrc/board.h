@@ -43,9 +43,10 @@ std::int64_t process_start(std::int64_t id);
 // Note [waits]
 // A wait spins for some microseconds, then offers its core to others, then sleeps until it is woken, for
 // milliseconds at most. It does not spin where the rank that is waited for was last on the same core and so cannot
-// go on meanwhile; ranks more than cores hardly spin at all. On a machine that others use, too, whoever waits
+// go on meanwhile, nor where there are more ranks than cores. On a machine that others use, too, whoever waits
 // without sleeping spends the time that the scheduler would give him when there is work, and a collective takes
-// milliseconds: so it sleeps soon.
+// milliseconds. So offering is limited in time: when a stranger took the core, and kept it for his share of
+// milliseconds, the wait sleeps; where only ranks want the cores, they change places in microseconds.
 //
 // Only the sleep looks whether ranks are still alive and whether the time is over, so that the usual, short wait
 // costs no system call. Whoever finds that a rank is lost writes it into the abort word; all others read the same
@@ -53,8 +54,8 @@ std::int64_t process_start(std::int64_t id);
 class Board {
   public:
     // `memory` is shared by all ranks, aligned to 128 bytes, board_bytes(size) long and zero before the first rank
-    // came.
-    Board(std::byte *memory, std::size_t rank, std::vector<Member> members, double timeout);
+    // came. `cores`: how many the ranks have together.
+    Board(std::byte *memory, std::size_t rank, std::vector<Member> members, std::size_t cores, double timeout);
 
     std::size_t rank() const {
         return rank_;

@@ -61,8 +61,8 @@ std::size_t communicator_bytes(std::size_t size, std::size_t chunk_bytes) {
 }
 
 Communicator::Communicator(std::byte *memory, std::size_t rank, std::vector<Member> members, std::size_t chunk_bytes,
-                           double timeout)
-    : board_(memory, rank, std::move(members), timeout), chunk_bytes_(chunk_bytes) {
+                           std::size_t cores, double timeout)
+    : board_(memory, rank, std::move(members), cores, timeout), chunk_bytes_(chunk_bytes) {
     const std::size_t size = board_.size();
     check(chunk_bytes_ % 128 == 0 && chunk_bytes_ >= 128 * size, "expected chunks of a multiple of 128 bytes, ",
           128 * size, " at least, got ", chunk_bytes_);

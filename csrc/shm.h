@@ -22,9 +22,9 @@ namespace hybridpar {
 class Communicator {
   public:
     // `memory` holds communicator_bytes(...) bytes, zero before the first rank came, aligned to a page.
-    // `chunk_bytes`, a multiple of 128, is what a rank stages at a time.
+    // `chunk_bytes`, a multiple of 128, is what a rank stages at a time; `cores`, how many the ranks have together.
     Communicator(std::byte *memory, std::size_t rank, std::vector<Member> members, std::size_t chunk_bytes,
-                 double timeout);
+                 std::size_t cores, double timeout);
 
     void all_reduce(void *data, std::int64_t count, DType dtype, Reduction reduction);
     // outputs[r] has bytes[r] bytes and gets the input of rank r.

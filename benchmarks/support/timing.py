@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 def repeats_of(size: int) -> int:
     """Calls on a tensor of ``size`` bytes that give a median, in seconds rather than minutes."""
-    return max(5, min(200, (256 * MIB) // size))
+    return max(5, min(1000, (256 * MIB) // size))
 
 
 def timed(work: Callable[[], object], ready: Callable[[], object], repeats: int) -> list[float]:

@@ -132,7 +132,6 @@ class Group:
             return Group(self._lane.split(chosen), self.topology)
         return Group.over(self._origin.parent.split(chosen), self._origin.ways, topology=self.topology)
 
-    @torch.no_grad()
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         """Reduce ``tensor`` (contiguous, any shape) over the ranks, in place, and return it.
 
@@ -140,7 +139,8 @@ class Group:
             TypeError: of its dtype there is no sum (before anything is sent).
         """
         check_reducible("all_reduce", tensor)
-        self._lane.all_reduce(_contiguous(tensor, "all_reduce").detach(), op)
+        # Lanes write past autograd; a decorator that turns it off would take as long as a small sum.
+        self._lane.all_reduce(_contiguous(tensor.detach() if tensor.requires_grad else tensor, "all_reduce"), op)
         return tensor
 
     @torch.no_grad()

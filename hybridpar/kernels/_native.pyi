@@ -61,11 +61,13 @@ class Communicator:
         starts: npt.NDArray[np.int64],
         job_ranks: npt.NDArray[np.int64],
         chunk_bytes: int,
+        cores: int,
         timeout: float,
     ) -> None:
         """``memory``: communicator_bytes(...) of it, shared by all ranks, aligned to a page, zero at first.
 
-        Of each rank: process id, its ``process_start``, and the number by which errors name it.
+        Of each rank: process id, its ``process_start``, and the number by which errors name it. ``cores``: how many
+        they may run on together.
         """
 
     def all_reduce(self, data: int, count: int, dtype: int, reduction: int) -> None:

@@ -33,8 +33,10 @@ _CODES = {
 }
 DTYPES = frozenset(_CODES)
 _REDUCTIONS: dict[Op, int] = {"sum": 0, "max": 1, "min": 2}
-# What is staged at a time stays in the caches, and is long enough to make waits rare.
+# What is staged at a time stays in the caches, and is long enough to make waits rare. They cost more where ranks change
+# places on a core.
 _CHUNK_BYTES = 256 << 10
+_CROWDED_CHUNK_BYTES = 512 << 10
 _PAGE = 4096
 
 
@@ -47,28 +49,34 @@ class ShmLane(Lane):
     Args:
         parent: a lane of the same ranks, over which they meet. Collective.
         timeout: seconds that one collective may wait for the other ranks.
-        chunk_bytes: what a rank stages at a time, a multiple of 128.
+        chunk_bytes: what a rank stages at a time, a multiple of 128; chosen by ranks and cores if None.
 
     Raises:
         ValueError: the ranks are on different hosts (on every rank).
         OSError: the host has no shared memory, or not enough (on every rank).
     """
 
-    def __init__(self, parent: Lane, timeout: float, chunk_bytes: int = _CHUNK_BYTES) -> None:
+    def __init__(self, parent: Lane, timeout: float, chunk_bytes: int | None = None) -> None:
         self.rank, self.size, self.ranks = parent.rank, parent.size, parent.ranks
-        self.timeout, self._parent, self._chunk_bytes = timeout, parent, chunk_bytes
+        self.timeout, self._parent = timeout, parent
         own = os.getpid()
-        members = gather_json(parent, [host_identity(), own, _native.process_start(own)])
-        if len(hosts := {host for host, _, _ in members}) > 1:
+        members = gather_json(parent, [host_identity(), own, _native.process_start(own), _usable_cores()])
+        if len(hosts := {host for host, *_ in members}) > 1:
             raise ValueError(
                 f"expected ranks of one host, got {len(hosts)} hosts; use a group for each host, or another lane"
             )
+        cores = len({core for *_, usable in members for core in usable})
+        if chunk_bytes is None:
+            chunk_bytes = _CHUNK_BYTES if self.size <= cores else _CROWDED_CHUNK_BYTES
+        self._chunk_bytes = chunk_bytes
         size = _native.communicator_bytes(self.size, chunk_bytes)
         self._memory = share(parent, size)
-        columns = [[process for _, process, _ in members], [start for _, _, start in members], list(self.ranks)]
+        columns = [[member[1] for member in members], [member[2] for member in members], list(self.ranks)]
         processes, starts, job_ranks = (np.array(column, dtype=np.int64) for column in columns)
         address = _bytes_of(self._memory).data_ptr()
-        self._native = _native.Communicator(address, self.rank, processes, starts, job_ranks, chunk_bytes, timeout)
+        self._native = _native.Communicator(
+            address, self.rank, processes, starts, job_ranks, chunk_bytes, cores, timeout
+        )
         self._allocations = 0
         self._children: weakref.WeakSet[ShmLane] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -187,6 +195,12 @@ class ShmLane(Lane):
     def _failure(self, error: RuntimeError, operation: str, tensor: Tensor | None) -> CommunicationError:
         text = "nothing" if tensor is None else describe(tensor)
         return CommunicationError(str(error), rank=self.ranks[self.rank], operation=operation, tensor=text)
+
+
+def _usable_cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def _leave(native: _native.Communicator, memory: mmap.mmap) -> None:
