@@ -1,5 +1,5 @@
 # Targets build on `venv`: everything pinned by constraints.txt, the kernels compiled.
-# Variables: PYTHON (3.11 to 3.13), NPROC (ranks of `train`), ARGS (more options for `train`, `bench` or pytest).
+# Variables: PYTHON (3.11 to 3.13), NPROC (ranks of `train`, `train-mxnet`), ARGS (more options for them, `bench` or pytest).
 
 PYTHON ?= python3
 NPROC ?= 2
@@ -17,11 +17,12 @@ BENCHMARKS := $(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py))
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test lint format bench clean
+.PHONY: help venv train train-mxnet test lint format bench clean
 
 help:
 	@echo 'make venv    the environment in $(VENV): pinned packages, compiled kernels'
 	@echo 'make train   train on glyphs with $(NPROC) ranks (ARGS="--help" lists the options)'
+	@echo 'make train-mxnet  the same with a backbone in MXNet'
 	@echo 'make test    lint, then all tests'
 	@echo 'make lint    formatting, rules, types, CUDA sources'
 	@echo 'make format  rewrite the sources in the house format'
@@ -39,11 +40,14 @@ $(BIN)/python:
 $(INSTALLED): constraints.txt pyproject.toml setup.py $(SOURCES) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel nanobind
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		--no-build-isolation -e '.[recipes,dev,mpi]'
+		--no-build-isolation -e '.[recipes,dev,mpi,mxnet]'
 	@touch $@
 
 train: venv
 	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m recipes.insightface.train glyphs $(ARGS)
+
+train-mxnet: venv
+	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m recipes.insightface.train_mxnet glyphs $(ARGS)
 
 # pytest comes last: its closing line is the last one printed.
 test: lint
