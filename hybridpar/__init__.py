@@ -1,6 +1,6 @@
 """hybridpar: replicated backbones, class-sharded heads, and one gradient engine between the ranks."""
 
-from hybridpar import checkpoint, partition
+from hybridpar import checkpoint, kvstore, partition
 from hybridpar.comm import functional
 from hybridpar.comm.agreement import together
 from hybridpar.comm.engine.plan import Plan
@@ -63,6 +63,7 @@ __all__ = [
     "functional",
     "global_mean",
     "init",
+    "kvstore",
     "partition",
     "thread_groups",
     "together",

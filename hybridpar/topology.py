@@ -1,6 +1,7 @@
 """Which ranks there are and on which hosts, and what the user switched on.
 
-The only reader of the environment: variables of launchers (torchrun, mpirun, Slurm, none) and HYBRIDPAR_* switches.
+The only reader of the environment: variables of launchers (torchrun, mpirun, Slurm, ps-lite's, none), HYBRIDPAR_*
+switches, and the one of MXNet that matters here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class Topology:
         rank, size: global rank in [0, size) and the number of ranks.
         local_rank, local_size: the same, counted on this host only.
         host: name of this host.
-        launcher: torchrun, openmpi, hydra (mpich, Intel MPI), slurm, torch (initialised by hand), threads or alone.
+        launcher: torchrun, openmpi, hydra (mpich, Intel MPI), slurm, ps-lite (MXNet's launch.py), torch (initialised by
+            hand), threads or alone.
         address, port: where rank 0 listens, or None when the launcher does not say.
     """
 
@@ -70,7 +72,27 @@ def detect(environ: Mapping[str, str] | None = None) -> Topology:
     for launcher, names in _LAUNCHERS.items():
         if names[0] in environ and (launcher != "slurm" or names[1] in environ):
             return _from_variables(launcher, names, environ)
+    if ps_lite_role(environ) == "worker":
+        return _from_ps_lite(environ)
     return Topology(host=socket.gethostname())
+
+
+def ps_lite_role(environ: Mapping[str, str] | None = None) -> str | None:
+    """What ps-lite's launcher started this process as: worker, server, scheduler; None where it did not.
+
+    Args:
+        environ: variables to read instead of the process's own.
+    """
+    return (os.environ if environ is None else environ).get("DMLC_ROLE") or None
+
+
+def mxnet_engine(environ: Mapping[str, str] | None = None) -> str | None:
+    """Which of its engines MXNet was told to run operators on; None where it chooses.
+
+    Args:
+        environ: variables to read instead of the process's own.
+    """
+    return (os.environ if environ is None else environ).get("MXNET_ENGINE_TYPE") or None
 
 
 @dataclass(frozen=True)
@@ -138,6 +160,30 @@ def _from_variables(launcher: str, names: tuple[str, str, str, str], environ: Ma
         address = address or _first_slurm_host(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST")))
         port = port or 20_000 + int(environ.get("SLURM_JOB_ID", "0")) % 20_000
     return Topology(rank, size, local_rank, max(local_size, 1), socket.gethostname(), launcher, address, port)
+
+
+def _from_ps_lite(environ: Mapping[str, str]) -> Topology:
+    """A worker of MXNet's launch.py. They have no scheduler, and meet where it would have listened."""
+    size = _number("DMLC_NUM_WORKER", environ) if "DMLC_NUM_WORKER" in environ else 0
+    # The tracker numbers workers from 0, and servers on from there; ps-lite itself may be told another number.
+    name = next((name for name in ("DMLC_WORKER_ID", "DMLC_TASK_ID") if name in environ), None)
+    if size < 1 or (name is None and size > 1):
+        raise ValueError(
+            "DMLC_ROLE is worker: expected DMLC_NUM_WORKER, and DMLC_WORKER_ID or DMLC_TASK_ID with a number for each "
+            f"worker, got {', '.join(sorted(name for name in environ if name.startswith('DMLC_')))}; "
+            "launch with launch.py --launcher local, or with torchrun or mpirun"
+        )
+    rank = 0 if name is None else _number(name, environ)
+    local = environ.get("DMLC_JOB_CLUSTER") == "local"
+    port = _number("DMLC_PS_ROOT_PORT", environ) if "DMLC_PS_ROOT_PORT" in environ else None
+    address = environ.get("DMLC_PS_ROOT_URI")
+    if size > 1 and (address is None or port is None):
+        raise ValueError(
+            "DMLC_ROLE is worker: expected DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, where worker 0 listens, got "
+            f"{address} and {port}"
+        )
+    local_rank, local_size = (rank, size) if local else (0, 1)
+    return Topology(rank, size, local_rank, local_size, socket.gethostname(), "ps-lite", address, port)
 
 
 def _number(name: str, environ: Mapping[str, str]) -> int:

@@ -21,6 +21,9 @@ FLOORS: list[list[list[str]]] = [
         ["hybridpar.estimate"],
         ["hybridpar.parallelize"],
         ["hybridpar.grad_norm"],
+        ["hybridpar.kvstore"],
+        ["hybridpar.mxnet"],
+        ["hybridpar.horovod"],
     ],
     [
         ["hybridpar.data_parallel", "hybridpar.bucket_optimizer", "hybridpar.gradient_hooks"],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridpar.topology import Switches, Topology, detect, switches
+from hybridpar.topology import Switches, Topology, detect, mxnet_engine, ps_lite_role, switches
 
 
 def test_torchrun() -> None:
@@ -37,6 +37,48 @@ def test_open_mpi_and_hydra_leave_the_meeting_place_open() -> None:
     assert found.address is None
     found = detect({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"})
     assert (found.rank, found.size, found.local_size, found.launcher) == (0, 2, 2, "hydra")
+
+
+PS_LITE = {
+    "DMLC_ROLE": "worker",
+    "DMLC_NUM_WORKER": "4",
+    "DMLC_NUM_SERVER": "2",
+    "DMLC_PS_ROOT_URI": "10.0.0.1",
+    "DMLC_PS_ROOT_PORT": "9091",
+}
+
+
+def test_workers_of_ps_lite_meet_where_the_scheduler_would_have_listened() -> None:
+    found = detect(PS_LITE | {"DMLC_TASK_ID": "3"})
+    assert (found.rank, found.size, found.launcher) == (3, 4, "ps-lite")
+    assert (found.address, found.port) == ("10.0.0.1", 9091)
+    assert (found.local_rank, found.local_size) == (0, 1), "not known before the workers have met"
+    on_one_host = detect(PS_LITE | {"DMLC_TASK_ID": "3", "DMLC_JOB_CLUSTER": "local"})
+    assert (on_one_host.local_rank, on_one_host.local_size) == (3, 4)
+    assert detect(PS_LITE | {"DMLC_TASK_ID": "3", "DMLC_WORKER_ID": "1"}).rank == 1
+    under_torchrun = PS_LITE | {"DMLC_TASK_ID": "3", "RANK": "0", "WORLD_SIZE": "2"}
+    assert detect(under_torchrun).launcher == "torchrun"
+
+
+def test_schedulers_and_servers_of_ps_lite_are_no_ranks() -> None:
+    for role in ("scheduler", "server"):
+        assert ps_lite_role(PS_LITE | {"DMLC_ROLE": role}) == role
+        assert detect(PS_LITE | {"DMLC_ROLE": role}).launcher == "alone"
+    assert ps_lite_role(PS_LITE) == "worker"
+    assert ps_lite_role({}) is None and ps_lite_role({"DMLC_ROLE": ""}) is None
+
+
+def test_the_engine_that_mxnet_was_told_to_use() -> None:
+    assert mxnet_engine({"MXNET_ENGINE_TYPE": "NaiveEngine"}) == "NaiveEngine"
+    assert mxnet_engine({}) is None and mxnet_engine({"MXNET_ENGINE_TYPE": ""}) is None
+
+
+@pytest.mark.parametrize("missing", ["DMLC_NUM_WORKER", "DMLC_TASK_ID", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"])
+def test_ps_lite_without_a_variable_is_refused(missing: str) -> None:
+    variables = PS_LITE | {"DMLC_TASK_ID": "3"}
+    del variables[missing]
+    with pytest.raises(ValueError, match=f"DMLC_ROLE is worker: expected .*{missing}"):
+        detect(variables)
 
 
 @pytest.mark.parametrize(

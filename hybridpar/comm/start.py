@@ -31,7 +31,7 @@ def init(
     interfaces: Sequence[str] = (),
     transport: Transport = "torch",
 ) -> Group:
-    """The group of all ranks of this job, under torchrun, mpirun or Slurm, or alone.
+    """The group of all ranks of this job, under torchrun, mpirun, Slurm or ps-lite's launcher, or alone.
 
     Adopts a torch.distributed that is already initialised. Otherwise, under a launcher, initialises it, with gloo for
     CPU tensors and NCCL for CUDA tensors where CUDA is available, and shuts it down when the process ends.
@@ -79,10 +79,18 @@ def init(
     # gloo's threads may abort a process that ends with the group still open.
     atexit.register(_shut_down)
     store = dist.distributed_c10d._get_default_store()
-    return connect(
+    group = connect(
         store, topology.rank, range(topology.size), topology=topology, timeout=timeout, shared_memory=shared_memory,
         interfaces=interfaces,
     )  # fmt: skip
+    return _counted(group) if topology.launcher == "ps-lite" else group
+
+
+def _counted(group: Group) -> Group:
+    """The same, with the local ranks that the launcher did not tell."""
+    here = next(host for host in group.hosts if group.rank in host)
+    topology = replace(group.topology, local_rank=here.index(group.rank), local_size=len(here))
+    return Group(group._lane, topology, group._origin)
 
 
 def _shut_down() -> None:

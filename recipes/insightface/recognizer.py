@@ -100,16 +100,21 @@ def build_recognizer(
     if config.model.sync_batch_norm:
         backbone = hp.SyncBatchNorm.convert(backbone, group)
     hybrid = config.mode == "hybrid"
-    head = hp.ShardedClassifier(
+    head = build_head(config, num_classes, group if hybrid else hp.Group.alone(), device)
+    mode = HybridRecognizer if hybrid else DataRecognizer
+    plan, tune = config.gradients.plan(), config.gradients.tune
+    return mode(backbone, head, group, plan=plan, tune=tune, wires=[plan.wire], timeline=timeline)
+
+
+def build_head(config: TrainConfig, num_classes: int, group: hp.Group, device: torch.device) -> hp.ShardedClassifier:
+    """The head as configured, cut over ``group``."""
+    return hp.ShardedClassifier(
         config.model.embedding_size,
         num_classes,
         margin=config.head.build_margin(),
         rule=config.head.rule,
         seed=config.seed,
         initial_std=config.head.initial_std,
-        group=group if hybrid else hp.Group.alone(),
+        group=group,
         device=device,
     )
-    mode = HybridRecognizer if hybrid else DataRecognizer
-    plan, tune = config.gradients.plan(), config.gradients.tune
-    return mode(backbone, head, group, plan=plan, tune=tune, wires=[plan.wire], timeline=timeline)

@@ -28,13 +28,14 @@ from recipes.insightface import export
 from recipes.insightface.config import PRESETS, TrainConfig
 from recipes.insightface.evaluate import Evaluation, format_table, write_report
 from recipes.insightface.inputs import open_data
+from recipes.insightface.learner import BuildLearner, TorchLearner
 from recipes.insightface.metrics import MetricsWriter, read_metrics
 from recipes.insightface.plots import plot_run
 from recipes.insightface.trainer import Trainer
 from recipes.insightface.verification import raw_pixel_result
 
 
-def main(config: TrainConfig) -> None:
+def main(config: TrainConfig, build_learner: BuildLearner = TorchLearner) -> None:
     """Train to the end (or to SIGTERM), then verify, plot and export."""
     group = hp.init(timeout=config.timeout, interfaces=config.gradients.interfaces)
     logging.basicConfig(format="%(message)s")
@@ -45,7 +46,7 @@ def main(config: TrainConfig) -> None:
     prepare_output(config.run.out, group)
 
     dataset, pairs = hp.together(group, lambda: open_data(config))
-    trainer = Trainer(config, dataset, pairs, group)
+    trainer = Trainer(config, dataset, pairs, group, build_learner)
     resumed = trainer.resume()
     if trainer.chief:
         announce(trainer, len(dataset), resumed)
@@ -59,6 +60,7 @@ def main(config: TrainConfig) -> None:
             trainer.evaluate()
         finished = trainer.train(metrics)
     # The other ranks are done: they do not wait while rank 0 draws and exports.
+    trainer.learner.close()
     group.barrier()
     group.close()
     if trainer.chief and finished:
@@ -109,7 +111,8 @@ def announce(trainer: Trainer, samples: int, resumed: hp.checkpoint.Checkpoint |
     config, group = trainer.config, trainer.group
     print(
         f"{config.mode}: {group.size} ranks, {samples:,} images of {trainer.num_classes:,} identities, "
-        f"{config.model.name} -> {config.model.embedding_size}, {trainer.steps:,} steps of {config.batch}"
+        f"{config.model.name} ({trainer.learner.framework}) -> {config.model.embedding_size}, "
+        f"{trainer.steps:,} steps of {config.batch}"
     )
     if resumed is not None:
         print(f"resumed from {resumed.path}, step {resumed.step}" + "".join(f"; skipped {s}" for s in resumed.skipped))
@@ -122,7 +125,8 @@ def report(trainer: Trainer) -> None:
     plots = config.run.out / "plots"
     plots.mkdir(exist_ok=True)
     raw_pixels = {each.raw_pixels.name: each.raw_pixels.accuracy for each in evaluations}
-    title = f"{config.data.kind}, {config.model.name}, {config.mode}, {trainer.group.size} ranks"
+    model = f"{config.model.name} ({trainer.learner.framework})"
+    title = f"{config.data.kind}, {model}, {config.mode}, {trainer.group.size} ranks"
     written = plot_run(read_metrics(config.run.out), plots, title=title, raw_pixels=raw_pixels)
     if evaluations:
         written += write_report(evaluations, plots, step=trainer.step)
@@ -130,22 +134,25 @@ def report(trainer: Trainer) -> None:
     print("\nplots      ", *written)
     print("checkpoint ", hp.checkpoint.newest(trainer.checkpoints))
     if config.run.export:
-        export.main(export.Options(checkpoint=trainer.checkpoints, out=config.run.out / "export"))
+        folder = config.run.out / "export"
+        export.main(export.Options(checkpoint=trainer.checkpoints, out=folder))
+        for path in trainer.learner.export(folder):
+            print(path)
 
 
-def cli() -> None:
+def cli(program: str, description: str | None, build_learner: BuildLearner) -> None:
     """Parse the command line, train, and turn expected errors into one line each."""
     config = tyro.extras.overridable_config_cli(
         PRESETS,
-        prog="python -m recipes.insightface.train",
-        description=__doc__,
+        prog=f"python -m {program}",
+        description=description,
         console_outputs=detect().rank == 0,
     )
     try:
-        main(config)
+        main(config, build_learner)
     except (ValueError, OSError, hp.CommunicationError, hp.NonFiniteError) as error:
         sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    cli()
+    cli("recipes.insightface.train", __doc__, TorchLearner)

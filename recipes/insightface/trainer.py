@@ -19,10 +19,10 @@ import hybridpar as hp
 from recipes.insightface.config import OptimizerConfig, TrainConfig, glyph_options
 from recipes.insightface.data import IdentityDataset, VerificationPairs
 from recipes.insightface.inputs import Batch, Batches
+from recipes.insightface.learner import BuildLearner, TorchLearner
 from recipes.insightface.metrics import MetricsWriter
 from recipes.insightface.progress import Progress
-from recipes.insightface.recognizer import build_recognizer
-from recipes.insightface.verification import VerificationResult, embed, verify
+from recipes.insightface.verification import VerificationResult, verify
 
 CHECKPOINTS = "checkpoints"
 _MOST_SKIPPED = 10
@@ -36,10 +36,16 @@ class Trainer:
         dataset: the training set.
         pairs: sets of verification pairs; may be empty.
         group: the ranks.
+        build_learner: makes backbone, head and optimizers.
     """
 
     def __init__(
-        self, config: TrainConfig, dataset: IdentityDataset, pairs: list[VerificationPairs], group: hp.Group
+        self,
+        config: TrainConfig,
+        dataset: IdentityDataset,
+        pairs: list[VerificationPairs],
+        group: hp.Group,
+        build_learner: BuildLearner = TorchLearner,
     ) -> None:
         self.config, self.pairs, self.group = config, pairs, group
         least = config.batch // config.accumulate // group.size
@@ -49,14 +55,10 @@ class Trainer:
                 f"{config.batch}, --accumulate {config.accumulate} and {group.size} ranks; "
                 "raise --batch, or give --model.sync-batch-norm"
             )
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        )
         self.num_classes = dataset.num_classes
         wanted = config.gradients.timeline is not None
         self.timeline = hp.Timeline(rank=group.rank) if wanted else hp.NoTimeline()
-        self.recognizer = build_recognizer(config, dataset.num_classes, group, self.device, self.timeline)
-        self.optimizer = build_optimizer(config.optimizer, [p for _, p in self.recognizer.named_parameters()])
+        self.learner = build_learner(config, dataset.num_classes, group, self.timeline)
         self.order = hp.GlobalOrder(len(dataset), seed=config.seed)
         self.batches = Batches(dataset, self.order, config.data, config.batch // config.accumulate, group)
         self.steps = config.steps or math.ceil(config.epochs * len(dataset) / config.batch)
@@ -83,16 +85,7 @@ class Trainer:
                 "choose another --run.out, or --run.resume auto to go on from the newest"
             )
         # What the command line says of the optimizer counts, not what it said when the checkpoint was written.
-        options = [{k: v for k, v in each.items() if k != "params"} for each in self.optimizer.param_groups]
-        found = hp.checkpoint.load(
-            self.checkpoints,
-            model=self.recognizer.backbone,
-            head=self.recognizer.head,
-            optimizer=self.optimizer,
-            group=self.group,
-        )
-        for each, mine in zip(self.optimizer.param_groups, options, strict=True):
-            each.update(mine)
+        found = self.learner.load(self.checkpoints)
         saved, present = found.extra["data"], self._data_description()
         for name in ("kind", "num_samples", "seed"):
             if saved[name] != present[name]:
@@ -159,14 +152,8 @@ class Trainer:
     def _one_step(self, micro_batches: Iterable[Batch]) -> dict[str, float]:
         """One optimizer step. A step with a non-finite value on any rank is skipped by all of them."""
         rate = learning_rate(self.config.optimizer, self.step, self.steps)
-        for parameters in self.optimizer.param_groups:
-            parameters["lr"] = rate
-        self.optimizer.zero_grad()
-        clip = self.config.optimizer.clip or math.inf
         try:
-            with self.recognizer.buffers_kept_on_error():
-                loss = self._backward(micro_batches)
-                norm = hp.clip_grad_norm_(self.recognizer.named_parameters(), clip, error_if_nonfinite=True)
+            loss, norm = self.learner.step(micro_batches, rate)
         except hp.NonFiniteError as error:
             self._skipped += 1
             if self._skipped >= _MOST_SKIPPED:
@@ -175,31 +162,12 @@ class Trainer:
                 print(f"step {self.step + 1} is skipped: {error}", flush=True)
             return {"loss": math.nan, "learning_rate": rate}
         self._skipped = 0
-        with self.timeline.span("optimizer", row="computation"):
-            self.optimizer.step()
         self.timeline.instant("step", row="computation")
-        return {"loss": float(loss), "learning_rate": rate, "gradient_norm": float(norm)}
-
-    def _backward(self, micro_batches: Iterable[Batch]) -> Tensor:
-        """Gradients of the mean over the micro-batches, summed over the ranks at the last one. Returns that mean."""
-        total, count = torch.zeros((), device=self.device), self.config.accumulate
-        bfloat16 = self.config.precision == "bfloat16"
-        for number, batch in enumerate(micro_batches, 1):
-            synchronised = contextlib.nullcontext() if number == count else self.recognizer.no_sync()
-            with synchronised:
-                with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bfloat16):
-                    loss = self.recognizer.loss(self._on_device(batch.images), batch.labels.to(self.device))
-                (loss / count).backward()
-            total += loss.detach() / count
-        return total
-
-    def _on_device(self, images: Tensor) -> Tensor:
-        channels_last = self.config.model.channels_last
-        return images.to(self.device, memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+        return {"loss": loss, "learning_rate": rate, "gradient_norm": norm}
 
     def evaluate(self, metrics: MetricsWriter | None = None) -> dict[str, float]:
         """Verify on every set of pairs, the ranks sharing the images. Returns accuracies, on rank 0 only."""
-        self.recognizer.share_buffers()
+        self.learner.share_buffers()
         embeddings = [self._embed_together(pairs.images) for pairs in self.pairs]
         if self.chief:
             verified = (verify(each, pairs) for each, pairs in zip(embeddings, self.pairs, strict=True))
@@ -213,27 +181,17 @@ class Trainer:
         bounds = [len(images) * rank // self.group.size for rank in range(self.group.size + 1)]
         mine = images[bounds[self.group.rank] : bounds[self.group.rank + 1]]
         flip, width = self.config.data.flip, self.config.model.embedding_size
-        backbone = self.recognizer.backbone
         local = hp.together(
-            self.group,
-            lambda: embed(backbone, mine, flip=flip, device=self.device) if len(mine) else torch.zeros(0, width),
+            self.group, lambda: self.learner.embed(mine, flip=flip) if len(mine) else torch.zeros(0, width)
         )
         sizes = [after - before for before, after in itertools.pairwise(bounds)]
         return self.group.all_gather(local, sizes)
 
     def save(self) -> Path:
         """Write a checkpoint of this step."""
-        self.recognizer.share_buffers()
-        return hp.checkpoint.save(
-            self.checkpoints,
-            step=self.step,
-            model=self.recognizer.backbone,
-            head=self.recognizer.head,
-            optimizer=self.optimizer,
-            extra=self._description(),
-            keep=self.config.run.keep,
-            group=self.group,
-        )
+        self.learner.share_buffers()
+        run = self.config.run
+        return self.learner.save(self.checkpoints, step=self.step, extra=self._description(), keep=run.keep)
 
     def _description(self) -> dict[str, Any]:
         """What resuming, evaluating and exporting need to know."""
@@ -265,18 +223,7 @@ class Trainer:
 
     def _anyone_asked_to_stop(self) -> bool:
         """Ranks get SIGTERM at different moments, but must leave the loop together."""
-        return bool(
-            self.group.all_reduce(torch.tensor([self._stop_asked], dtype=torch.int64, device=self.device), "max")
-        )
-
-
-def build_optimizer(config: OptimizerConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """One torch optimizer over backbone and head."""
-    if config.name == "adamw":
-        return torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
-    return torch.optim.SGD(
-        parameters, lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
-    )
+        return bool(self.group.all_reduce(torch.tensor([self._stop_asked], dtype=torch.int64), "max"))
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

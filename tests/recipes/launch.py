@@ -22,9 +22,9 @@ SMALL = [
 ]  # fmt: skip
 
 
-def start(ranks: int, out: Path, *options: str) -> subprocess.Popen[str]:
+def start(ranks: int, out: Path, *options: str, module: str = "recipes.insightface.train") -> subprocess.Popen[str]:
     """torchrun with ``ranks`` ranks, writing into ``out``."""
-    command = [str(TORCHRUN), "--standalone", "--nproc-per-node", str(ranks), "-m", "recipes.insightface.train"]
+    command = [str(TORCHRUN), "--standalone", "--nproc-per-node", str(ranks), "-m", module]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [*command, *SMALL, "--run.out", str(out), *options],
@@ -36,9 +36,9 @@ def start(ranks: int, out: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def run(ranks: int, out: Path, *options: str) -> str:
+def run(ranks: int, out: Path, *options: str, **how: str) -> str:
     """The same, to the end; returns what it printed."""
-    process = start(ranks, out, *options)
+    process = start(ranks, out, *options, **how)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     return output

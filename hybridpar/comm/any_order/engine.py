@@ -24,23 +24,23 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from torch import Tensor
 
 from hybridpar.comm.agreement import check_same_settings, raise_together
-from hybridpar.comm.any_order.outstanding import Outstanding
-from hybridpar.comm.any_order.readiness import Forecast, Readiness, Terms
+from hybridpar.comm.any_order.outstanding import Outstanding, Submission
+from hybridpar.comm.any_order.readiness import OPS, Agreement, Forecast, Readiness, Terms
 from hybridpar.comm.any_order.sender import FLOATS, INTEGERS, Sender
 from hybridpar.comm.any_order.stalls import Asks, Inquiry, StallWatch
 from hybridpar.comm.buckets import check_same_tensors
 from hybridpar.comm.errors import CommunicationError
 from hybridpar.comm.group import DEFAULT_TIMEOUT, Group
 from hybridpar.comm.lanes.lane import Lane, Op, describe
+from hybridpar.comm.timeline.timeline import NoTimeline, Timeline
 
 _LOG = logging.getLogger(__name__)
 _PULSE_SECONDS = 1.0
@@ -68,6 +68,7 @@ class AnyOrderEngine:
             of the group may wait: that bounds only how soon a rank that lives must show itself, which it does once a
             second from a thread of its own, whatever its other threads compute.
         watch: how to ask the other ranks what they wait for; None means the group's own.
+        timeline: records what travels when.
 
     Raises:
         ValueError: the arguments differ between the ranks, or are out of range.
@@ -81,6 +82,7 @@ class AnyOrderEngine:
         stall_seconds: float = 10.0,
         timeout: float = DEFAULT_TIMEOUT,
         watch: Asks | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         if bucket_bytes < 1 or not stall_seconds > 0 or not timeout > 0:
             raise ValueError(
@@ -94,14 +96,15 @@ class AnyOrderEngine:
         rank = control.ranks[control.rank]
         self._outstanding = Outstanding(rank, None if group.size == 1 else min(_PULSE_SECONDS, timeout / 4))
         inquiry = Inquiry(group.watch if watch is None else watch, key, control.ranks, rank)
+        self._registered: list[_Registered] = []
         # The threads hold all that they need but the engine, so that an abandoned engine is collected, and they end.
-        self._traffic = _Traffic(self._outstanding, inquiry, control, data, bucket_bytes)
+        sender = Sender(data, bucket_bytes, NoTimeline() if timeline is None else timeline)
+        self._traffic = _Traffic(self._outstanding, self._registered, inquiry, control, data, sender)
         inquiry.publish(_Status(self._outstanding))
         stalls = StallWatch(self._outstanding, inquiry, stall_seconds, timeout, self._traffic.give_up)
         self._traffic.start()
         if group.size > 1:
             threading.Thread(target=stalls.run, name="hybridpar-stalls", daemon=True).start()
-        self._registered: list[_Registered] = []
         self._finalizer = weakref.finalize(self, _abandon, self._outstanding, self._process)
         self._finalizer.atexit = False
         group.barrier()  # nobody asks for a status before all have published theirs
@@ -124,12 +127,19 @@ class AnyOrderEngine:
         self._check_process("register")
         raise_together(self._group, self._refused(names, tensors))
         check_same_tensors(self._group, names, [t.shape for t in tensors], [t.dtype for t in tensors])
-        indices = self._outstanding.register(names)
+        # In this order: from the moment that the names are known, others may send the tensors past this rank.
         self._registered += [_Registered(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        return indices
+        return self._outstanding.register(names)
 
     def submit(
-        self, index: int, tensor: Tensor, *, op: Op = "sum", scale: float = 1.0, priority: int = 0
+        self,
+        index: int,
+        tensor: Tensor,
+        *,
+        op: Op = "sum",
+        scale: float = 1.0,
+        priority: int = 0,
+        patient: bool = False,
     ) -> Future[Tensor]:
         """Tensor ``index`` is ready. Returns at once; from any thread.
 
@@ -145,6 +155,7 @@ class AnyOrderEngine:
             scale: factor applied to this rank's values first. Ranks may differ. Floating-point tensors only.
             priority: of the tensors that are agreed together the highest goes first, of equal ones the lowest index.
                 Where the ranks' priorities differ, the highest counts.
+            patient: it may wait for the other ranks for ever, unless one of them is lost or has closed its engine.
 
         Returns:
             A future of ``tensor``, with the result in place. It cannot be cancelled. It raises CommunicationError,
@@ -155,17 +166,59 @@ class AnyOrderEngine:
             CommunicationError: the engine has failed before.
             RuntimeError: the engine is closed.
         """
+        return self.submit_many([index], [tensor], op=op, scale=scale, priority=priority, patient=patient)[0]
+
+    def submit_many(
+        self,
+        indices: Sequence[int],
+        tensors: Sequence[Tensor],
+        *,
+        op: Op = "sum",
+        scale: float = 1.0,
+        priority: int = 0,
+        patient: bool = False,
+    ) -> list[Future[Tensor]]:
+        """``submit`` of several tensors on the same terms. Where all ranks do so, they are agreed together.
+
+        Args:
+            indices: one or more, none of them twice.
+            tensors: one for each.
+
+        Returns:
+            The future of each.
+
+        Raises:
+            As ``submit``, before anything is submitted.
+        """
         self._check_process("submit")
-        self._check(index, tensor)
-        if op not in get_args(Op):
-            raise ValueError(f"{self._name(index)}: expected op 'sum', 'max' or 'min', got {op!r}")
-        if not math.isfinite(scale) or (scale != 1 and tensor.dtype not in FLOATS):
-            raise ValueError(
-                f"{self._name(index)}: expected a finite scale, and 1 for whole numbers, got {scale} for {tensor.dtype}"
-            )
-        if not -(1 << 63) <= priority < 1 << 63:
-            raise ValueError(f"{self._name(index)}: expected a priority within 64 bits, got {priority}")
-        return self._outstanding.put(index, tensor, Terms(op, priority), scale)
+        for index, tensor in zip(indices, tensors, strict=True):
+            self._check(index, tensor)
+            self._check_terms(index, tensor, op, scale, priority)
+        return self._outstanding.put_many(indices, tensors, Terms(op, priority), scale, patient=patient)
+
+    def step_aside(self, went_along: Callable[[int], None] | None = None) -> Future[int]:
+        """This rank has nothing more to submit, but the others may: it goes along until all ranks have called this.
+
+        Whatever all the others submit is combined with values of this rank that change nothing: zeros in a sum, the
+        lowest value in a maximum, the highest in a minimum. See Note [standing aside] in
+        ``hybridpar.comm.any_order.readiness``. Returns at once.
+
+        Args:
+            went_along: called on the communication thread with the index of each tensor that has so been combined.
+
+        Returns:
+            A future of the rank that called last (of several at once, the highest), the same on all ranks. When it is
+            done every rank takes part as before. It raises CommunicationError if a rank is lost.
+
+        Raises:
+            ValueError: this rank stands aside already.
+            CommunicationError: the engine has failed before.
+            RuntimeError: the engine is closed.
+        """
+        self._check_process("step_aside")
+        if self._outstanding.aside is None:
+            self._traffic.went_along = went_along
+        return self._outstanding.step_aside()
 
     def wait_all(self) -> None:
         """Wait for everything that was submitted on this rank, by whichever thread.
@@ -212,6 +265,16 @@ class AnyOrderEngine:
                 f"{tensor.stride()} for shape {tuple(tensor.shape)}; call .contiguous() on it first"
             )
 
+    def _check_terms(self, index: int, tensor: Tensor, op: Op, scale: float, priority: int) -> None:
+        if op not in OPS:
+            raise ValueError(f"{self._name(index)}: expected op 'sum', 'max' or 'min', got {op!r}")
+        if scale != 1 and (tensor.dtype not in FLOATS or not math.isfinite(scale)):
+            raise ValueError(
+                f"{self._name(index)}: expected a finite scale, and 1 for whole numbers, got {scale} for {tensor.dtype}"
+            )
+        if not -(1 << 63) <= priority < 1 << 63:
+            raise ValueError(f"{self._name(index)}: expected a priority within 64 bits, got {priority}")
+
     def _refused(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Exception | None:
         """What is wrong on this rank."""
         if len(names) != len(tensors):
@@ -236,11 +299,18 @@ class _Traffic:
     """
 
     def __init__(
-        self, outstanding: Outstanding, inquiry: Inquiry, control: Lane, data: Lane, bucket_bytes: int
+        self,
+        outstanding: Outstanding,
+        registered: Sequence[_Registered],
+        inquiry: Inquiry,
+        control: Lane,
+        data: Lane,
+        sender: Sender,
     ) -> None:
-        self._outstanding, self._inquiry = outstanding, inquiry
+        self.went_along: Callable[[int], None] | None = None
+        self._outstanding, self._registered, self._inquiry = outstanding, registered, inquiry
         self._control, self._data = control, data
-        self._readiness, self._forecast, self._sender = Readiness(control), Forecast(), Sender(data, bucket_bytes)
+        self._readiness, self._forecast, self._sender = Readiness(control), Forecast(), sender
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="hybridpar-any-order", daemon=True)
 
@@ -289,12 +359,19 @@ class _Traffic:
         self._fail(reason, gave_up=True)
 
     def _turn(self, ready: dict[int, Terms]) -> None:
-        agreement = self._readiness.agree(ready, self._outstanding.registered)
-        if not agreement.indices:
+        aside = self._outstanding.aside is not None
+        agreement = self._readiness.agree(ready, self._outstanding.registered, aside=aside)
+        if agreement.indices:
+            self._send(agreement, aside=aside)
+        else:
             self._outstanding.found_nothing(grown=agreement.grown)
-            return
+        if agreement.last is not None:
+            self._outstanding.come_back(agreement.last)
+
+    def _send(self, agreement: Agreement, *, aside: bool) -> None:
         self._forecast.saw(agreement.indices)
-        taken = self._outstanding.take(agreement.indices, grown=agreement.grown)
+        stand_in = self._stand_in if aside else None
+        taken = self._outstanding.take(agreement.indices, grown=agreement.grown, stand_in=stand_in)
         if not taken:
             self._data.abort()  # closed in this moment, when the others have begun to send
         for submission in taken:
@@ -304,6 +381,22 @@ class _Traffic:
         for arrived in self._sender.send(agreed, self._readiness.terms, self._readiness.edition):
             self._outstanding.arrived(arrived)
         self._outstanding.travelled()
+
+    def _stand_in(self, index: int) -> Submission:
+        """For a tensor that only the others have submitted: values that change nothing."""
+        known, terms, went_along = self._registered[index], self._readiness.terms[index], self.went_along
+        value: float = 0
+        if terms.op != "sum":
+            limits = torch.finfo(known.dtype) if known.dtype in FLOATS else torch.iinfo(known.dtype)
+            value = limits.min if terms.op == "max" else limits.max
+            if known.dtype in FLOATS:
+                value = math.copysign(math.inf, value)
+        tensor = torch.full(known.shape, value, dtype=known.dtype, device=known.device)
+        ready = torch.cuda.current_stream(known.device).record_event() if tensor.is_cuda else None
+        future: Future[Tensor] = Future()
+        if went_along is not None:
+            future.add_done_callback(lambda done: None if done.exception() else went_along(index))
+        return Submission(index, tensor, terms, 1.0, 0.0, ready, future)
 
     def _fail(self, reason: str, *, gave_up: bool) -> None:
         if not gave_up and not self._outstanding.ended:

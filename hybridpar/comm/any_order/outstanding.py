@@ -38,6 +38,7 @@ class Submission:
         since: when it was submitted, by the clock of ``Outstanding``.
         ready: on CUDA: when the tensor holds its values.
         future: resolves to ``tensor``.
+        patient: whether it may wait for ever.
     """
 
     index: int
@@ -47,6 +48,7 @@ class Submission:
     since: float
     ready: torch.cuda.Event | None
     future: Future[Tensor]
+    patient: bool = False
 
 
 class Outstanding:
@@ -59,6 +61,7 @@ class Outstanding:
         registered: how many tensors there were after each registration.
         failure: why nothing more can be sent.
         gave_up: whether this rank is the one that gave up, and did not only hear of it.
+        aside: where this rank stands aside, see Note [standing aside]: resolves to the rank that did so last.
 
     Args:
         rank: number of this rank in the job.
@@ -71,6 +74,7 @@ class Outstanding:
         self.registered: list[int] = []
         self.failure: str | None = None
         self.gave_up = False
+        self.aside: Future[int] | None = None
         self._lost: CommunicationError | None = None
         self._pulse_seconds = pulse_seconds
         self._lock = threading.Lock()
@@ -99,28 +103,46 @@ class Outstanding:
             self._wake()
             return range(first, len(self.names))
 
-    def put(self, index: int, tensor: Tensor, terms: Terms, scale: float) -> Future[Tensor]:
-        """Raises CommunicationError after a failure, RuntimeError after the end."""
-        future: Future[Tensor] = Future()
-        future.set_running_or_notify_cancel()  # what other ranks count on cannot be cancelled
-        ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+    def put(self, index: int, tensor: Tensor, terms: Terms, scale: float, *, patient: bool = False) -> Future[Tensor]:
+        """``put_many`` of one."""
+        return self.put_many([index], [tensor], terms, scale, patient=patient)[0]
+
+    def put_many(
+        self, indices: Sequence[int], tensors: Sequence[Tensor], terms: Terms, scale: float, *, patient: bool = False
+    ) -> list[Future[Tensor]]:
+        """All at once. Raises CommunicationError after a failure, RuntimeError after the end."""
+        submissions = []
+        for index, tensor in zip(indices, tensors, strict=True):
+            future: Future[Tensor] = Future()
+            future.set_running_or_notify_cancel()  # what other ranks count on cannot be cancelled
+            ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+            submissions.append(Submission(index, tensor, terms, scale, 0.0, ready, future, patient))
         with self._lock:
             if self.failure is not None:
-                raise self._error(index, self.failure)
+                raise self._error(indices[0], self.failure)
             if not self._open:
-                raise RuntimeError(f"submit of {self.names[index]}: expected an open engine, got one that was closed")
-            submission = Submission(index, tensor, terms, scale, self._now(), ready, future)
-            queue = self._queues.get(index)
-            if queue is not None:
-                queue.append(submission)
-                return future
-            if not self._queues:
-                self._fruitless_since = None
-            self._queues[index] = deque((submission,))
-            self._wake(index)
-            if self._unwatched:
-                self._unwatched = False
-                self._watching.notify()
+                raise RuntimeError(
+                    f"submit of {self.names[indices[0]]}: expected an open engine, got one that was closed"
+                )
+            now = self._now()
+            for submission in submissions:
+                submission.since = now
+                self._put(submission)
+        return [submission.future for submission in submissions]
+
+    def step_aside(self) -> Future[int]:
+        """Raises as ``put``; ValueError if this rank stands aside already."""
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()
+        with self._lock:
+            if self.failure is not None:
+                raise self._left(self.failure)
+            if not self._open:
+                raise RuntimeError("step_aside: expected an open engine, got one that was closed")
+            if self.aside is not None:
+                raise ValueError("step_aside: expected a rank that takes part, got one that stands aside already")
+            self.aside = future
+            self._work.notify()
         return future
 
     def futures(self) -> list[Future[Tensor]]:
@@ -156,8 +178,11 @@ class Outstanding:
             self._open, self._closed = False, True
             sends = bool(self._flying)
             lost = self._clear()
+            aside, self.aside = self.aside, None
             self._work.notify()
             self._watching.notify()
+        if aside is not None:
+            aside.set_exception(self._left("the engine was closed while this rank stood aside"))
         self._lose(lost, "the engine was closed before the sum had arrived; call wait_all() before close()")
         return self._inside or bool(lost), sends
 
@@ -168,8 +193,11 @@ class Outstanding:
                 return False
             self.failure, self.gave_up = reason, gave_up
             lost = self._clear()
+            aside, self.aside = self.aside, None
             self._work.notify()
             self._watching.notify()
+        if aside is not None:
+            aside.set_exception(self._left(reason))
         self._lose(lost, reason)
         return True
 
@@ -179,12 +207,12 @@ class Outstanding:
         """Note [when to negotiate]. Returns what could be sent now, or None at the end."""
         with self._lock:
             self._inside = False
-            if not self._news:
+            if not self._news and self.aside is None:
                 self._sleeps = True
-                self._work.wait_for(lambda: self._news or self._at_end(), self._pause())
+                self._work.wait_for(lambda: self._news or self.aside is not None or self._at_end(), self._pause())
                 self._sleeps = False
             missing = expected - self._queues.keys()
-            if missing and self._queues and not self._lingered:
+            if missing and self._queues and not self._lingered and self.aside is None:
                 self._lingered, self._missing = True, set(missing)
                 self._work.wait_for(lambda: not self._missing or self._at_end(), _LINGER_SECONDS)
                 self._missing.clear()
@@ -201,15 +229,24 @@ class Outstanding:
             if not self._is_idle() and self._fruitless_since is None:
                 self._fruitless_since = time.monotonic()
 
-    def take(self, indices: Sequence[int], *, grown: bool) -> list[Submission]:
-        """The oldest submission of each of these tensors, in that order: on their way from now on. None at the end."""
+    def take(
+        self, indices: Sequence[int], *, grown: bool, stand_in: Callable[[int], Submission] | None = None
+    ) -> list[Submission]:
+        """The oldest submission of each of these tensors, in that order: on their way from now on. None at the end.
+
+        Args:
+            stand_in: makes one for a tensor that this rank has not submitted; None where it has submitted them all.
+        """
         with self._lock:
             if self.ended:
                 return []
             self._grown += grown
-            taken = [self._queues[index].popleft() for index in indices]
+            taken = [
+                stand_in(index) if stand_in and index not in self._queues else self._queues[index].popleft()
+                for index in indices
+            ]
             for index in indices:
-                if not self._queues[index]:
+                if index in self._queues and not self._queues[index]:
                     del self._queues[index]
             self._flying.update(taken)
             self._news, self._lingered, self._fruitless_since = bool(self._queues), False, None
@@ -234,6 +271,13 @@ class Outstanding:
                 self._stopped_seconds += time.monotonic() - self._stopped_since
             self._stopped_since = None
 
+    def come_back(self, last: int) -> None:
+        """The ranks all stood aside, and take part again."""
+        with self._lock:
+            aside, self.aside = self.aside, None
+        if aside is not None:
+            aside.set_result(last)
+
     def end(self) -> None:
         """Nobody communicates any more, and nothing is outstanding."""
         with self._lock:
@@ -245,6 +289,8 @@ class Outstanding:
     def await_stall(self, limit: Callable[[Submission], float]) -> list[tuple[Submission, float]] | None:
         """Blocks until the submission that has waited longest has done so for ``limit`` of it, in seconds.
 
+        One that may wait for ever counts only where there is no other.
+
         Returns:
             Each tensor's oldest submission and its seconds, longest first; None at the end.
         """
@@ -254,11 +300,11 @@ class Outstanding:
                     self._unwatched = True
                     self._watching.wait()
                     continue
-                oldest = min((queue[0] for queue in self._queues.values()), key=lambda submission: submission.since)
-                now = self._now()
+                heads = [queue[0] for queue in self._queues.values()]
+                heads.sort(key=lambda head: (head.patient, head.since))
+                oldest, now = heads[0], self._now()
                 rest = limit(oldest) - (now - oldest.since)
                 if rest <= 0:
-                    heads = sorted((queue[0] for queue in self._queues.values()), key=lambda head: head.since)
                     return [(head, now - head.since) for head in heads]
                 self._watching.wait(max(rest, _BETWEEN_LOOKS))
             return None
@@ -277,6 +323,19 @@ class Outstanding:
             return {} if self._closed else {"waiting": list(self._queues)}
 
     # With the lock held.
+
+    def _put(self, submission: Submission) -> None:
+        queue = self._queues.get(submission.index)
+        if queue is not None:
+            queue.append(submission)
+            return
+        if not self._queues:
+            self._fruitless_since = None
+        self._queues[submission.index] = deque((submission,))
+        self._wake(submission.index)
+        if self._unwatched:
+            self._unwatched = False
+            self._watching.notify()
 
     def _wake(self, index: int = -1) -> None:
         self._news = True
@@ -310,6 +369,9 @@ class Outstanding:
         self._flying.clear()
         self._settling.update(lost)
         return lost
+
+    def _left(self, reason: str) -> CommunicationError:
+        return CommunicationError(reason, rank=self.rank, operation="step_aside", tensor="nothing")
 
     def _error(self, index: int, reason: str) -> CommunicationError:
         return CommunicationError(reason, rank=self.rank, operation="all_reduce", tensor=self.names[index])

@@ -16,6 +16,12 @@ counts.
 # Note [growth]
 The first byte is no tensor: it is 1 where the next tensors have been registered, and when it is 1 everywhere all ranks
 lengthen the vector. Registration is collective, but the threads that negotiate hear of it at different times.
+
+# Note [standing aside]
+A rank that has nothing more to contribute, while others go on, goes along with whatever they send. It holds the highest
+byte for each tensor that it does not submit itself, so that the others alone decide; what is highest everywhere is
+nobody's, and not ready. It has no opinion on terms. The second byte is 1 where a rank stands aside. When it is 1
+everywhere, all of them return in this same negotiation, whatever else it found, and gather who stood aside last.
 """
 
 from __future__ import annotations
@@ -30,7 +36,9 @@ import torch
 from hybridpar.comm.lanes.lane import Lane, Op
 
 OPS: tuple[Op, ...] = ("sum", "max", "min")
-_NEW_TERMS, _KNOWN_TERMS = 1, 2
+_NEW_TERMS, _KNOWN_TERMS, _ANY = 1, 2, 255
+_GROWS, _ASIDE, _TENSORS = 0, 1, 2  # places in the vector
+_NO_OPINION = -1
 _REMEMBERED = 256
 
 
@@ -55,11 +63,13 @@ class Agreement:
         indices: the tensors that are ready everywhere, ascending.
         disputes: for those of them that the ranks want combined in different ways: who wants what.
         grown: whether more tensors take part from now on.
+        last: where all ranks stood aside and return: the rank of the lane that came last, of several the highest.
     """
 
     indices: tuple[int, ...]
     disputes: Mapping[int, str] = field(default_factory=dict)
     grown: bool = False
+    last: int | None = None
 
 
 class Readiness:
@@ -73,66 +83,87 @@ class Readiness:
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
         self._growths = 0
-        self._vector = torch.zeros(1, dtype=torch.uint8)
+        self._negotiations = 0
+        self._aside_since: int | None = None
+        self._vector = torch.zeros(_TENSORS, dtype=torch.uint8)
         # A tensor that was disputed has no terms that anybody could keep to.
         self._mine: list[Terms | None] = []
         self.terms: list[Terms] = []
         self.edition = 0
 
-    def agree(self, ready: Mapping[int, Terms], registered: Sequence[int]) -> Agreement:
+    def agree(self, ready: Mapping[int, Terms], registered: Sequence[int], *, aside: bool = False) -> Agreement:
         """Collective: one all-reduce, and a gather where terms have changed. Blocks until every rank has called.
 
         Args:
             ready: the tensors that this rank could send now.
             registered: how many tensors there were after each registration on this rank. The list only grows, and it
                 is the same on all ranks as far as it goes.
+            aside: whether this rank goes along with what the others hold, see Note [standing aside].
 
         Raises:
             CommunicationError: as the lane does.
         """
         vector, count = self._vector.numpy(), len(self.terms)
-        vector.fill(0)
-        vector[0] = len(registered) > self._growths
+        vector.fill(_ANY if aside else 0)
+        vector[_GROWS], vector[_ASIDE] = len(registered) > self._growths, aside
+        held = vector[_TENSORS:]
         for index, terms in ready.items():
             if index < count:
-                vector[index + 1] = _KNOWN_TERMS if terms == self._mine[index] else _NEW_TERMS
+                held[index] = _KNOWN_TERMS if terms == self._mine[index] else _NEW_TERMS
+        self._negotiations += 1
+        if aside and self._aside_since is None:
+            self._aside_since = self._negotiations
         self._lane.all_reduce(self._vector, "min")
-        indices = tuple(np.flatnonzero(vector[1:]).tolist())
-        fresh = [index for index in indices if vector[index + 1] == _NEW_TERMS]
-        grown = bool(vector[0])
+        indices = tuple(np.flatnonzero((held > 0) & (held < _ANY)).tolist())
+        fresh = [index for index in indices if held[index] == _NEW_TERMS]
+        grown = bool(vector[_GROWS])
         disputes = self._gather_terms(fresh, ready) if fresh else {}
+        last = self._gather_last() if vector[_ASIDE] else None
         if grown:
             self._grow(registered[self._growths])
-        return Agreement(indices, disputes, grown)
+        return Agreement(indices, disputes, grown, last)
 
     def _grow(self, count: int) -> None:
         self._growths += 1
         self._mine += [Terms()] * (count - len(self.terms))
         self.terms += [Terms()] * (count - len(self.terms))
-        self._vector = torch.zeros(1 + count, dtype=torch.uint8)
+        self._vector = torch.zeros(_TENSORS + count, dtype=torch.uint8)
+
+    def _gather_last(self) -> int:
+        """Note [standing aside]."""
+        since = torch.empty(self._lane.size, 1, dtype=torch.int64)
+        self._lane.all_gather(since.unbind(), torch.tensor([self._aside_since]))
+        self._aside_since = None
+        latest = since.max()
+        return max(rank for rank in range(self._lane.size) if since[rank] == latest)
 
     def _gather_terms(self, indices: Sequence[int], ready: Mapping[int, Terms]) -> dict[int, str]:
         """Note [terms]. Returns the disputes."""
-        mine = torch.tensor([[OPS.index(ready[index].op), ready[index].priority] for index in indices])
+        wanted = [ready.get(index) for index in indices]
+        mine = torch.tensor(
+            [[_NO_OPINION, 0] if terms is None else [OPS.index(terms.op), terms.priority] for terms in wanted]
+        )
         everyone = torch.empty(self._lane.size, len(indices), 2, dtype=torch.int64)
         self._lane.all_gather(everyone.unbind(), mine)
         disputes = {}
         self.edition += 1
         for place, index in enumerate(indices):
             codes, priorities = everyone[:, place].T.tolist()
-            if len(set(codes)) > 1:
+            opinions = [pair for pair in zip(codes, priorities, strict=True) if pair[0] != _NO_OPINION]
+            if len({code for code, _ in opinions}) > 1:
                 disputes[index] = _who_wants_what(codes, self._lane.ranks)
                 self._mine[index] = None
             else:
-                self._mine[index] = ready[index]
-                self.terms[index] = Terms(OPS[codes[0]], max(priorities))
+                self._mine[index] = wanted[place]
+                self.terms[index] = Terms(OPS[opinions[0][0]], max(priority for _, priority in opinions))
         return disputes
 
 
 def _who_wants_what(codes: Sequence[int], ranks: Sequence[int]) -> str:
     wanted: dict[str, list[int]] = {}
     for code, rank in zip(codes, ranks, strict=True):
-        wanted.setdefault(OPS[code], []).append(rank)
+        if code != _NO_OPINION:
+            wanted.setdefault(OPS[code], []).append(rank)
     return " and ".join(f"{op} on {name_ranks(found)}" for op, found in wanted.items())
 
 

@@ -13,6 +13,8 @@ from hybridpar.comm.any_order.outstanding import Submission
 from hybridpar.comm.any_order.readiness import OPS, Terms
 from hybridpar.comm.buckets import plan_buckets
 from hybridpar.comm.lanes.lane import Lane, Op
+from hybridpar.comm.timeline.timeline import Timeline
+from hybridpar.comm.timeline.trace import LANE
 from hybridpar.kernels import pack, unpack
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -27,10 +29,11 @@ class Sender:
 
     Args:
         bucket_bytes: upper limit of a bucket; a larger tensor, and one of whole numbers, travels alone.
+        timeline: records when what is sent.
     """
 
-    def __init__(self, lane: Lane, bucket_bytes: int) -> None:
-        self._lane, self._bucket_bytes = lane, bucket_bytes
+    def __init__(self, lane: Lane, bucket_bytes: int, timeline: Timeline) -> None:
+        self._lane, self._bucket_bytes, self._timeline = lane, bucket_bytes, timeline
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._plans: dict[tuple[int, ...], list[list[int]]] = {}
         self._edition = 0
@@ -52,7 +55,11 @@ class Sender:
         for places in self._planned(filled, terms, edition):
             members = [filled[place] for place in places]
             op = terms[members[0].index].op
-            with self._in_order(members):
+            nbytes = sum(member.tensor.nbytes for member in members)
+            span = self._timeline.span(
+                "send", row=f"{LANE} 0", bytes=nbytes, tensors=len(members), first=members[0].index
+            )
+            with self._in_order(members), span:
                 if len(members) == 1:
                     self._send_alone(members[0], op)
                 else:

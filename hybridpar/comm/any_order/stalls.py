@@ -93,25 +93,27 @@ class StallWatch:
 
     def _limit(self, oldest: Submission) -> float:
         warned, seconds = self._warned
-        return min(2 * seconds if oldest is warned else self._stall_seconds, self._timeout)
+        limit = 2 * seconds if oldest is warned else self._stall_seconds
+        return limit if oldest.patient else min(limit, self._timeout)
 
     def _look_at(self, stalled: Sequence[tuple[Submission, float]]) -> None:
         answers = self._inquiry.ask()
         oldest, seconds = stalled[0]
         self._warned = oldest, seconds
         # Asking took its time.
-        stalls = [
-            Stall(self._outstanding.names[one.index], one.index, waited, answers, self._inquiry.rank)
+        waiting = [
+            (one, Stall(self._outstanding.names[one.index], one.index, waited, answers, self._inquiry.rank))
             for one, waited in stalled
             if waited >= min(self._stall_seconds, self._timeout) / 2 and self._outstanding.waits(one)
         ]
-        if not stalls:
+        if not waiting:
             return
+        stalls = [stall for one, stall in waiting if not one.patient]
         if failed := {rank: answer["failed"] for rank, answer in answers.items() if answer and "failed" in answer}:
             self._give_up("; ".join(f"rank {rank}: {text}" for rank, text in failed.items()))
         elif closed := closers(answers):
-            self._give_up(f"{closed}; {stalls[0]}")
-        elif stalls[0].seconds >= self._timeout:
+            self._give_up(f"{closed}; {waiting[0][1]}")
+        elif stalls and stalls[0].seconds >= self._timeout:
             self._give_up(f"time-out of {self._timeout:g} s; {stalls[0]}")
         elif stalls := [stall for stall in stalls if stall.missing or stall.silent]:
             level = logging.WARNING if stalls[0].first == self._inquiry.rank else logging.INFO

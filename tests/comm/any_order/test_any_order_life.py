@@ -38,9 +38,9 @@ def _vain_negotiations(group: Any) -> int:
     readiness, vain = engine._traffic._readiness, 0
     agree = readiness.agree
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         nonlocal vain
-        agreement = agree(*arguments)
+        agreement = agree(*arguments, **options)
         vain += not agreement.indices
         return agreement
 
