@@ -23,7 +23,8 @@ every worker got in it are compared with the sums.
 
 "1x2" is two workers on this machine. "2x1" is one worker on each of two hosts, network namespaces (`tests/cluster.py`,
 needs root), whose links are capped; least s is then the least time in which any all-reduce of the set can be sent, at
-the rate that a plain TCP transfer reached on the link.
+the rate that a plain TCP transfer reached on the link. With one worker and one server on each of two hosts, ps-lite
+sends no more than that itself: half of every large value stays on its host.
 
 Columns: seconds from when all workers are ready until the last one has all sums, median of all steps of all rounds;
 megabytes of parameters pushed and pulled a second by each worker; megabytes that the busiest host sent in a step.

@@ -11,7 +11,8 @@ or, for a script that names ``dist_sync`` in many places, ``hybridpar.mxnet.over
 from hybridpar.comm.mxnet.engine import StoreError
 from hybridpar.comm.mxnet.override import override, register, restore
 from hybridpar.comm.mxnet.store import KVStore, create
+from hybridpar.head.mxnet import ShardedHead
 
 register()
 
-__all__ = ["KVStore", "StoreError", "create", "override", "restore"]
+__all__ = ["KVStore", "ShardedHead", "StoreError", "create", "override", "restore"]

@@ -21,6 +21,7 @@ import hybridpar.comm.mxnet  # noqa: F401 - before mxnet
 
 # isort: split
 import mxnet as mx
+import numpy as np
 
 from hybridpar.comm.kvstore.arrays import as_tensor, is_mxnet, wait_to_read
 from hybridpar.comm.mxnet.arrays import NDArray, from_torch
@@ -100,6 +101,8 @@ class ShardedHead:
         self._pending.append(_Pending(anchor, by_parameter))
         plain = features.as_nd_ndarray()  # mx.np arrays have other operators
         away = plain - mx.nd.BlockGrad(plain)
+        if np.dtype(plain.dtype) == np.float16:  # a factor such as 65536, usual with these, is infinite among them
+            away, gradient_bD = away.astype(loss.dtype), gradient_bD.astype(loss.dtype)
         return _like(features, loss + anchor + (away * gradient_bD).sum().astype(loss.dtype))
 
     def collect_gradients(self) -> None:

@@ -306,6 +306,7 @@ class Outstanding:
                 rest = limit(oldest) - (now - oldest.since)
                 if rest <= 0:
                     return [(head, now - head.since) for head in heads]
+                del heads, oldest  # this thread must not keep what arrives meanwhile alive, nor whom its callbacks know
                 self._watching.wait(max(rest, _BETWEEN_LOOKS))
             return None
 

@@ -84,22 +84,24 @@ class StallWatch:
     ) -> None:
         self._outstanding, self._inquiry, self._give_up = outstanding, inquiry, give_up
         self._stall_seconds, self._timeout = stall_seconds, timeout
-        self._warned: tuple[Submission | None, float] = (None, 0.0)
+        # Which submission, by tensor and time, and not the submission itself: that would stay alive.
+        self._warned: tuple[tuple[int, float] | None, float] = (None, 0.0)
 
     def run(self) -> None:
         """Until the engine ends."""
         while (stalled := self._outstanding.await_stall(self._limit)) is not None:
             self._look_at(stalled)
+            del stalled  # it must not live on through the next wait
 
     def _limit(self, oldest: Submission) -> float:
         warned, seconds = self._warned
-        limit = 2 * seconds if oldest is warned else self._stall_seconds
+        limit = 2 * seconds if (oldest.index, oldest.since) == warned else self._stall_seconds
         return limit if oldest.patient else min(limit, self._timeout)
 
     def _look_at(self, stalled: Sequence[tuple[Submission, float]]) -> None:
         answers = self._inquiry.ask()
         oldest, seconds = stalled[0]
-        self._warned = oldest, seconds
+        self._warned = (oldest.index, oldest.since), seconds
         # Asking took its time.
         waiting = [
             (one, Stall(self._outstanding.names[one.index], one.index, waited, answers, self._inquiry.rank))

@@ -10,7 +10,7 @@ gradients are dense, and in the dtype of the compression; they get their own lay
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from hybridpar.comm.any_order.sender import FLOATS
 from hybridpar.comm.horovod.compression import BF16Compressor, FP16Compressor, NoneCompressor
 from hybridpar.comm.horovod.request import Operation
 from hybridpar.kernels import pack, unpack
+from hybridpar.kernels.pack_table import PackTable
 
 _SMALL_BYTES, _BUNDLE_BYTES = 32 << 10, 1 << 20
 _WIRE = {NoneCompressor: None, FP16Compressor: torch.float16, BF16Compressor: torch.bfloat16}
@@ -49,15 +50,18 @@ class Bundle:
 
     def __post_init__(self) -> None:
         self.missing = set(self.parameters)
+        self._table = PackTable(self.counts, self.parameters[0].dtype)
 
     def packed(self) -> Tensor:
         """The gradients, one behind the other; zeros for those that no backward has reached."""
         if self.buffer is None:
             self.buffer = torch.empty(sum(self.counts), dtype=self.dtype, device=self.parameters[0].device)
-        grads = [
-            one.grad if one.grad is None or _is_dense(one.grad) else one.grad.to_dense() for one in self.parameters
-        ]
-        pack(grads, self.counts, self.buffer)
+        held = [one.grad for one in self.parameters]
+        grads = [grad if grad is None or grad.layout == torch.strided else grad.to_dense() for grad in held]
+        if self._fits_table(grads):
+            self._table.pack(grads, self.buffer)
+        else:
+            pack(grads, self.counts, self.buffer)
         return self.buffer
 
     def unpack(self) -> None:
@@ -67,11 +71,21 @@ class Bundle:
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
         grads = [one.grad for one in self.parameters if one.grad is not None]
-        dense = [grad if _is_dense(grad) else torch.empty(grad.shape, dtype=grad.dtype) for grad in grads]
-        unpack(self.buffer, self.counts, dense)
+        dense = [
+            grad if grad.layout == torch.strided else torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+            for grad in grads
+        ]
+        if self._fits_table(dense):
+            self._table.unpack(self.buffer, dense)
+        else:
+            unpack(self.buffer, self.counts, dense)
         for parameter, grad, values in zip(self.parameters, grads, dense, strict=True):
             if grad is not values:
                 parameter.grad = values.to_sparse(grad.sparse_dim())
+
+    def _fits_table(self, grads: Sequence[Tensor | None]) -> bool:
+        """Parameters may ask for gradients of another dtype than their own."""
+        return {grad.dtype for grad in grads if grad is not None} <= {self.parameters[0].dtype}
 
     def reset(self) -> None:
         """For the next step."""
@@ -86,7 +100,7 @@ def plan_bundles(names: Mapping[nn.Parameter, str], compression: Any) -> list[Bu
         names: of the parameters, the same and in the same order on all ranks.
         compression: where it is not one of ours there are no bundles: it may look at each gradient.
     """
-    if compression not in _WIRE:
+    if not (isinstance(compression, type) and compression in _WIRE):
         return []
     closed: list[list[nn.Parameter]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
@@ -108,7 +122,3 @@ def _bundle(members: list[nn.Parameter], names: Mapping[nn.Parameter, str], comp
     name = f"allreduce.{names[members[0]]} and others"
     dtype = _WIRE[compression] or members[0].dtype
     return Bundle(name, "; ".join(told), dtype, tuple(members), tuple(one.numel() for one in members))
-
-
-def _is_dense(grad: Tensor) -> bool:
-    return grad.layout == torch.strided

@@ -4,12 +4,12 @@
 Scripts ask ``isinstance(optimizer, torch.optim.SGD)``, and learning-rate schedulers read and patch the optimizer they
 are given. So the result is of a new class derived from that of the optimizer, and shares its parameter groups and
 state with it; nothing is constructed again, so that classes with arguments of their own work, too.
-
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -30,6 +30,7 @@ class Distributed(torch.optim.Optimizer):
     """What ``DistributedOptimizer`` puts before the class of an optimizer. Note [a class of its own]."""
 
     _reducer: Reducer | None
+    _names: dict[nn.Parameter, str]
     _synchronized: bool
     _should_synchronize: bool
 
@@ -42,8 +43,16 @@ class Distributed(torch.optim.Optimizer):
             CommunicationError: a rank was lost or late, or has other gradients.
         """
         if self._reducer is not None:
+            self._find_new(self._reducer)
             self._reducer.synchronize()
         self._synchronized = True
+
+    def _find_new(self, reducer: Reducer) -> None:
+        """Parameters of ``add_param_group``, and those that were frozen when the optimizer was made."""
+        for place, group in enumerate(self.param_groups):
+            for number, parameter in enumerate(group["params"]):
+                if id(parameter) not in reducer.known and parameter.requires_grad:
+                    reducer.add(parameter, self._names.get(parameter, f"parameter.{place}.{number}"))
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -165,6 +174,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     # A scheduler made before may have put its own step into the instance, which would pass the class by.
     result.__dict__ = {key: value for key, value in vars(optimizer).items() if key != "step"}
     result._synchronized, result._should_synchronize, result._reducer = False, True, None
+    result._names = names
     if process_set.included() and (process_set.size() or 0) > 1:
         result._reducer = Reducer(
             {parameter: names[parameter] for parameter in mine},
@@ -192,8 +202,7 @@ def _names(
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError("named_parameters: expected pairs of a name and a parameter; pass model.named_parameters()")
-    seen = [name for name, _ in pairs]
-    if twice := sorted({name for name in seen if seen.count(name) > 1}):
+    if twice := sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1):
         raise ValueError(f"named_parameters: expected names that differ, got {', '.join(twice)} more than once")
     names = {parameter: name for name, parameter in pairs}
     missing = [(place, parameter) for place, parameter in mine if parameter not in names]

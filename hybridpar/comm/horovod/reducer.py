@@ -5,12 +5,18 @@ A gradient is sent as soon as backward has accumulated it, the last of ``backwar
 last of those that go with it is ready. It is written on another thread when its average arrives, so nobody may touch
 it until ``synchronize``. What no backward has touched on this rank is sent as zeros then, since other ranks may have
 touched it.
+
+# Note [gradients that share memory]
+Torch may leave in ``grad`` a view of what the running backward still reads for other gradients, or of another
+parameter's gradient: that of ``x.view(1, n) + parameter.view(1, n)`` is. A sum that is written there would spoil those.
+So what shares its memory is copied before it is sent, and written when backward is over.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,19 +60,27 @@ class Reducer:
         self._bundle_of = {parameter: bundle for bundle in self._bundles for parameter in bundle.parameters}
         self._alone = [parameter for parameter in names if parameter not in self._bundle_of]
         self._group_of = {parameter: tuple(group) for group in groups for parameter in group}
+        self.known = {id(parameter) for parameter in names}
         self.passes = passes
         self._passes_left: dict[nn.Parameter, int] = {}
         self._waits: dict[nn.Parameter, Operation | Wait] = {}
         self._sent: dict[nn.Parameter, tuple[Tensor, Any]] = {}
         # An optimizer that is no longer used must not send: parameters do not keep it alive.
-        hook = _Hook(self)
-        hooks = [parameter.register_post_accumulate_grad_hook(hook) for parameter in names]
-        weakref.finalize(self, _remove, hooks).atexit = False
+        self._hook = _Hook(self)
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._hook) for parameter in names]
+        weakref.finalize(self, _remove, self._hooks).atexit = False
 
     @property
     def under_way(self) -> bool:
         """Whether a backward has run since the last ``synchronize``."""
         return bool(self._passes_left)
+
+    def add(self, parameter: nn.Parameter, name: str) -> None:
+        """One more parameter, on all ranks. It is sent alone; in this step, when the others are waited for."""
+        self._names[parameter] = f"allreduce.{name}"
+        self._alone.append(parameter)
+        self.known.add(id(parameter))
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook))
 
     def reset(self) -> None:
         """Forget what backward has done; what was sent is waited for."""
@@ -88,15 +102,23 @@ class Reducer:
             for parameter in self._alone:
                 if parameter not in self._waits:
                     self._send(parameter)
-            with torch.no_grad():
-                for bundle in self._bundles:
-                    assert bundle.operation is not None
-                    self._exchange.finished(bundle.operation)
-                    bundle.unpack()
-                for parameter, wait in self._waits.items():
-                    self._take(parameter, self._result(wait))
+            self._take_all()
         finally:
             self._clear()
+
+    @torch.no_grad()
+    def _take_all(self) -> None:
+        """Raises the first failure when all have been waited for: until then results are written somewhere."""
+        failure: Exception | None = None
+        bundles = [partial(self._take_bundle, bundle) for bundle in self._bundles]
+        alone = [partial(self._take, parameter) for parameter in self._waits]
+        for take in (*bundles, *alone):
+            try:
+                take()
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _clear(self) -> None:
         self._passes_left.clear()
@@ -146,6 +168,8 @@ class Reducer:
                 return
             grad = grad.to_dense()
         sent, context = self._compression.compress(grad)
+        if _shares_memory(sent):  # Note [gradients that share memory]
+            sent = sent.clone()
         self._sent[parameter] = sent, context
         self._waits[parameter] = self._exchange.all_reduce(name, sent, self._op, *self._factors)
 
@@ -155,7 +179,13 @@ class Reducer:
             return result
         return wait()
 
-    def _take(self, parameter: nn.Parameter, result: Tensor) -> None:
+    def _take_bundle(self, bundle: Bundle) -> None:
+        assert bundle.operation is not None
+        self._exchange.finished(bundle.operation)
+        bundle.unpack()
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        result = self._result(self._waits[parameter])
         grad = parameter.grad
         assert grad is not None
         if parameter in self._sent:
@@ -171,6 +201,11 @@ class Reducer:
     @property
     def _exchange(self) -> Exchange:
         return self._process_set.exchange
+
+
+def _shares_memory(tensor: Tensor) -> bool:
+    """Whether other tensors use its memory: one holder is the tensor, one the storage that is asked."""
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2)
 
 
 class _Hook:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -14,6 +14,7 @@ from hybridpar.comm.agreement import check_same_settings, raise_together
 from hybridpar.comm.any_order.engine import AnyOrderEngine
 from hybridpar.comm.group import DEFAULT_TIMEOUT, Group
 from hybridpar.comm.kvstore.compression import Coder, Compression
+from hybridpar.comm.kvstore.ending import AtEnd
 from hybridpar.comm.kvstore.row_sums import Rows as Rows  # part of what a reducer gives
 from hybridpar.comm.kvstore.row_sums import RowSums, coalesced, synchronize
 from hybridpar.comm.lanes.lane import describe
@@ -53,6 +54,8 @@ class Reducer:
         self._rows = RowSums(group.new_lane())
         self._keys: dict[Key, _Key] = {}
         self._compressions: list[Compression] = []
+        # After what it is made of, so that it is called before them.
+        self._at_end = AtEnd(self.finish)
 
     def init(self, key: Key, tensor: Tensor) -> None:
         """Collective: ``init_many`` of one key."""
@@ -182,8 +185,15 @@ class Reducer:
         """Return when every rank has called."""
         self._group.barrier()
 
+    def finish(self, wait_for_others: bool) -> None:
+        """At the end of the process: Note [the last pushes] in ``hybridpar.comm.kvstore.ending``."""
+        if wait_for_others:
+            wait(self._engine.outstanding())
+            wait(self._rows.outstanding())
+
     def close(self) -> None:
         """End the threads and free the communicators; what is outstanding fails, here and on the other ranks."""
+        self._at_end.cancel()
         self._engine.close()
         self._rows.close()
 

@@ -43,6 +43,10 @@ class RowSums:
         future.add_done_callback(self._outstanding.discard)
         return future
 
+    def outstanding(self) -> list[Future[Rows]]:
+        """What has been submitted and has not arrived."""
+        return list(self._outstanding)
+
     def close(self) -> None:
         self._worker.close()
         if not self.abort():
@@ -50,7 +54,7 @@ class RowSums:
 
     def abort(self) -> bool:
         """Let the thread come out of a call that waits for other ranks. False if it is in none."""
-        if os.getpid() != self._process or not (lost := list(self._outstanding)):
+        if os.getpid() != self._process or not (lost := self.outstanding()):
             return False
         self._lane.abort()
         wait(lost, _END_SECONDS)
@@ -71,6 +75,16 @@ def synchronize(tensor: Tensor) -> None:
 
 def _sum_rows(lane: Lane, index: int, names: Sequence[str], indices: Tensor, values: Tensor) -> Rows:
     """Collective, on the thread of rows."""
+    try:
+        return _exchange_rows(lane, index, names, indices, values)
+    except CommunicationError as error:
+        if error.tensor == names[index]:
+            raise
+        # The lane knows of headers and rows, and not of keys.
+        raise CommunicationError(error.reason, rank=error.rank, operation="rows", tensor=names[index]) from error
+
+
+def _exchange_rows(lane: Lane, index: int, names: Sequence[str], indices: Tensor, values: Tensor) -> Rows:
     headers = torch.empty(lane.size, 2, dtype=torch.int64)
     lane.all_gather(headers.unbind(), torch.tensor([index, len(indices)]))
     keys, counts = headers.T.tolist()

@@ -16,10 +16,6 @@ function, up to a megabyte of them: they leave when all of them are computed, an
 that push them in other calls, or in another order, meet all the same, as long as no rank computes one of them from the
 sum of another one.
 
-# Note [the last pushes]
-A script may end right after its last push, when other ranks still need its values. So the end of the process waits for
-them, unless the script ended by an exception: then the others learn of it at once.
-
 # Note [forks]
 Before a process forks (Gluon's DataLoader does), MXNet waits for its engine with the interpreter in its hands, which
 our functions in the engine need. So Python waits for those first.
@@ -27,10 +23,8 @@ our functions in the engine need. So Python waits for those first.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
@@ -39,13 +33,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from mxnet.base import MXNetError
 from torch import Tensor
 
 from hybridpar.comm.errors import CommunicationError
 from hybridpar.comm.kvstore.compression import Compression
+from hybridpar.comm.kvstore.ending import AtEnd
 from hybridpar.comm.kvstore.reducer import Key, ReduceOp, Reducer, Rows, name_of
 from hybridpar.comm.mxnet import engine
-from hybridpar.comm.mxnet.arrays import Buffer
+from hybridpar.comm.mxnet.arrays import Buffer, NDArray
 from hybridpar.comm.mxnet.engine import Completion, StoreError
 
 _LOG = logging.getLogger(__name__)
@@ -63,17 +59,17 @@ class Push:
 
 
 class Outbox:
-    """What a store sends. See Note [errors surface], Note [the last pushes] and Note [forks]."""
+    """What a store sends. See Note [errors surface], Note [forks], and Note [the last pushes] in kvstore.ending."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
         self._lock = threading.Lock()
         self._failure: str | None = None
+        self._unfilled: NDArray | None = None  # knows why it is, where an operator of this rank has failed
         self._closed = False
         self._idle = threading.Condition()
         self._busy = 0  # functions that have not returned, and pushes that have not arrived
-        self._at_exit = _AtExit(self)
-        atexit.register(self._at_exit)
+        self._at_end = AtEnd(self.finish)
         os.register_at_fork(before=_BeforeFork(self))
 
     def send(self, pushes: Iterable[Push], *, op: ReduceOp, priority: int) -> None:
@@ -118,7 +114,7 @@ class Outbox:
         engine.push(
             submit,
             writes=[push.buffer.array for push in pushes],
-            skipped=lambda: self._skipped(name),
+            skipped=lambda: self._skipped(name, pushes[0].buffer.array),
             priority=priority,
             name=f"hybridpar {name}",
         )
@@ -139,8 +135,15 @@ class Outbox:
 
     def check(self) -> None:
         """Raises StoreError if anything has failed so far."""
-        if self._failure is not None:
-            raise StoreError(self._failure)
+        if self._failure is None:
+            return
+        unfilled, self._unfilled = self._unfilled, None
+        if unfilled is not None:
+            try:
+                unfilled.wait_to_read()
+            except MXNetError as error:
+                self._failure += f": {error}"
+        raise StoreError(self._failure)
 
     def fail(self, error: BaseException) -> None:
         """The first error counts."""
@@ -154,7 +157,7 @@ class Outbox:
         """What has not arrived fails, here and on the other ranks."""
         with self._lock:
             self._closed = True
-        atexit.unregister(self._at_exit)
+        self._at_end.cancel()
         self._reducer.close()
 
     def _arrived(self, error: BaseException | None, completion: Completion) -> None:
@@ -174,15 +177,16 @@ class Outbox:
         if error is not None:
             self.fail(error)
 
-    def _skipped(self, name: str) -> None:
+    def _skipped(self, name: str, unfilled: NDArray) -> None:
         self._end(2)
         with self._lock:
             known = self._failure is not None or self._closed
         if known:
             return
+        self._unfilled = unfilled
         self.fail(
             CommunicationError(
-                "MXNet did not run it, because an operator failed before: see the error of that one",
+                "MXNet did not run it, because an operator failed before",
                 rank=self._reducer.rank,
                 operation="push",
                 tensor=name,
@@ -191,10 +195,11 @@ class Outbox:
         # Closing joins threads, for which this one, MXNet's, must not wait.
         threading.Thread(target=self._reducer.close, name="hybridpar-skipped", daemon=True).start()
 
-    def finish(self, *, wait: bool) -> None:
+    def finish(self, wait: bool) -> None:
         """At the end of the process."""
         if wait:
             self.await_idle()
+        self._reducer.finish(wait)
         self.close()
 
     def await_idle(self) -> None:
@@ -219,19 +224,6 @@ class _Group:
             if self._count:
                 return
         self._done(self._error)
-
-
-class _AtExit:
-    """What the interpreter calls at the end, without keeping the outbox alive."""
-
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox, self._process = weakref.ref(outbox), os.getpid()
-
-    def __call__(self) -> None:
-        outbox: Any = self._outbox()
-        if outbox is not None and os.getpid() == self._process:
-            failed = hasattr(sys, "last_value") or hasattr(sys, "last_exc")
-            outbox.finish(wait=not failed)
 
 
 class _BeforeFork:

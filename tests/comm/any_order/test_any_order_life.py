@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from typing import Any
 
@@ -117,6 +118,37 @@ def test_threads_end_with_the_engine_and_an_abandoned_one_finishes_its_work() ->
     futures = run_threads(2, abandoned)
     assert all(future.result(30).tolist() == [2, 2] for future in futures)
     _await_threads(0)
+
+
+@pytest.mark.parametrize("stall_seconds", [10.0, 0.1])
+def test_an_idle_engine_keeps_nothing_alive_of_what_has_arrived(stall_seconds: float) -> None:
+    """Tensors are large, and callbacks may know whom the engine belongs to."""
+
+    class Owner:
+        def arrived(self, _: Future[Tensor]) -> None:
+            return
+
+    def work(group: Any) -> bool:
+        engine = AnyOrderEngine(group, stall_seconds=stall_seconds)
+        engine.register(["a"], [torch.empty(2)])
+        if group.rank == 1:
+            time.sleep(0.5)  # the other one's threads look at what waits
+        owner, tensor = Owner(), torch.ones(2)
+        alive = weakref.ref(owner), weakref.ref(tensor)
+        future = engine.submit(0, tensor)
+        future.add_done_callback(owner.arrived)
+        future.result(30)
+        del owner, tensor, future
+        deadline = time.monotonic() + 3
+        while any(each() is not None for each in alive) and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.01)
+        kept = any(each() is not None for each in alive)
+        group.barrier()
+        engine.close()
+        return kept
+
+    assert run_threads(2, work) == [False, False]
 
 
 def test_closing_fails_what_has_not_arrived() -> None:

@@ -354,7 +354,8 @@ def test_a_worker_that_leaves_early_makes_the_others_raise_in_bounded_time(leave
     statuses, outputs = run_program(_LEAVES.format(leave=leave), 2)
     assert statuses[1] == 3, outputs[1]
     printed = outputs[0][0].splitlines()
-    assert len(printed) == 2 and "key 'w'" in printed[0] and "rank 1" in outputs[0][0], outputs[0]
+    assert len(printed) == 2 and "rank 1" in outputs[0][0], outputs[0]
+    assert "key 'w'" in printed[0] and "key 'table'" in printed[1], outputs[0]
     assert statuses[0] == 0, outputs[0]
 
 
@@ -375,3 +376,29 @@ def test_a_program_that_ends_without_closing_its_store_ends_at_once() -> None:
     statuses, outputs = run_program(_ENDS, 2)
     assert statuses == [0, 0], outputs
     assert time.monotonic() - begin < 60
+
+
+_LAST_PUSHES = """
+import sys, time
+import numpy as np
+from hybridpar import kvstore
+kv = kvstore.create("dist_sync", timeout=30)
+rows = kvstore.RowSparse(np.array([1]), np.ones((1, 2), np.float32), (4, 2))
+kv.init(["w", "table"], [np.zeros(3, np.float32), rows])
+for _ in range(3):
+    time.sleep(0.3 * (1 - kv.rank))
+    kv.push("w", np.ones(3, np.float32))
+    kv.push("table", rows)
+    if kv.rank == 0:
+        out = np.zeros(3, np.float32)
+        kv.pull("w", out)
+        kv.row_sparse_pull("table", rows, row_ids=np.array([1]))
+        print(out.tolist(), rows.values.tolist())
+        rows = kvstore.RowSparse(np.array([1]), np.ones((1, 2), np.float32), (4, 2))
+"""
+
+
+def test_the_last_pushes_of_a_program_that_ends_arrive() -> None:
+    statuses, outputs = run_program(_LAST_PUSHES, 2)
+    assert statuses == [0, 0], outputs
+    assert outputs[0][0].splitlines() == ["[2.0, 2.0, 2.0] [[2.0, 2.0]]"] * 3, outputs

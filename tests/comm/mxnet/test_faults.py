@@ -46,3 +46,10 @@ def test_the_last_pushes_of_a_script_that_ends_arrive() -> None:
     assert (stays[0], leaves[0]) == (0, 0), (stays, leaves)
     assert stays[1].count("sum [2.0, 2.0, 2.0]") == 5, stays
     assert "Traceback" not in stays[2] + leaves[2], (stays, leaves)
+
+
+def test_the_last_pushes_of_rows_of_a_script_that_ends_arrive() -> None:
+    (stays, leaves) = leave("rows")
+    assert (stays[0], leaves[0]) == (0, 0), (stays, leaves)
+    assert stays[1].splitlines() == ["sum [2.0, 0.0, 0.0]", "sum [0.0, 2.0, 0.0]", "sum [0.0, 0.0, 2.0]"], stays
+    assert "Traceback" not in stays[2] + leaves[2], (stays, leaves)

@@ -1,4 +1,4 @@
-"""The store under MXNet, on two ranks: see scripts/store_checks.py and trap_checks.py for what each test does."""
+"""The store under MXNet, on two ranks: see the files of SCRIPTS in scripts/ for what each test does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.comm.mxnet.running import checks_of, needs_mxnet, run_checks
 
-SCRIPTS = ("store_checks.py", "trap_checks.py")
+SCRIPTS = ("store_checks.py", "array_checks.py", "trap_checks.py")
 pytestmark = needs_mxnet
 
 

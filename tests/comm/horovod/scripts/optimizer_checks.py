@@ -1,10 +1,10 @@
-"""Checks of DistributedOptimizer and of equal beginnings: three ranks do what one process does on the whole batch."""
+"""Checks of DistributedOptimizer: three ranks do what one process does on the whole batch."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,78 +13,7 @@ from torch import Tensor, nn
 
 import hybridpar as hp
 import hybridpar.horovod as hvd
-
-Make = Callable[[Any], torch.optim.Optimizer]
-KINDS: dict[str, Make] = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
-    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
-    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
-    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
-    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
-}
-STEPS = 5
-
-
-def model(seed: int = 0) -> nn.Sequential:
-    """The same on every rank, in float64, where rounding does not add up."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-def batches(rank: int, rows: int = 6) -> list[tuple[Tensor, Tensor]]:
-    """One rank's, for every step."""
-    drawn = torch.Generator().manual_seed(100 + rank)
-    inputs = [torch.randn(rows, 4, generator=drawn, dtype=torch.float64) for _ in range(STEPS)]
-    return [(one, torch.randint(0, 3, (rows,), generator=drawn)) for one in inputs]
-
-
-def loss_of(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The mean over the batch."""
-    return nn.functional.cross_entropy(net(batch[0]), batch[1])
-
-
-def whole(step: int, ranks: Sequence[int] = (0, 1, 2)) -> tuple[Tensor, Tensor]:
-    """The batch of all ranks, of equal parts."""
-    pairs = [batches(rank)[step] for rank in ranks]
-    return torch.cat([one for one, _ in pairs]), torch.cat([labels for _, labels in pairs])
-
-
-def alone(make: Make, change: Callable[[nn.Module], None] = lambda net: None) -> nn.Module:
-    """Trained by one process on the whole batches."""
-    net = model()
-    optimizer = make(net.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(net, whole(step)).backward()
-        change(net)
-        optimizer.step()
-    return net
-
-
-def same(net: nn.Module, expected: nn.Module, **tolerance: float) -> None:
-    """Parameters are equal to rounding, and the same bits on all ranks."""
-    for (name, one), other in zip(net.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
-        everyone = hvd.allgather(one.detach().flatten()[None])
-        assert all(torch.equal(theirs, everyone[0]) for theirs in everyone), name
-
-
-def train(net: nn.Module, optimizer: Any, own_step: Callable[[Tensor], None] | None = None) -> None:
-    """A script's loop, on this rank's batches."""
-    for batch in batches(hvd.rank()):
-        optimizer.zero_grad()
-        loss = loss_of(net, batch)
-        if own_step is not None:
-            own_step(loss)
-            continue
-        loss.backward()
-        optimizer.step()
+from tests.comm.horovod.scripts.whole_batch import KINDS, STEPS, alone, batches, loss_of, model, same, train, whole
 
 
 def every_kind_of_optimizer_does_what_it_does_on_the_whole_batch() -> None:
@@ -281,43 +210,6 @@ def ops_factors_and_compression_are_applied() -> None:
         same(net, alone(KINDS["SGD"], change), **tolerance)
 
 
-def unused_parameters_count_as_zeros() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.sometimes, self.never = (nn.Parameter(torch.ones(3)) for _ in range(3))
-
-    net = Two()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters())
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss = net.used.sum() + (net.sometimes.sum() if hvd.rank() == 1 else 0)
-        loss.backward()
-        optimizer.step()
-    assert net.used.tolist() == [-3.0] * 3 and net.never.tolist() == [1.0] * 3
-    torch.testing.assert_close(net.sometimes.detach(), torch.full((3,), 1 - 4 / 3))
-
-
-def sparse_gradients_are_reduced_sparse_or_dense() -> None:
-    rows = [[0, 1, 1], [1, 5], [2, 3, 4, 5]][hvd.rank()]
-    expected = torch.zeros(6, 2, dtype=torch.float64)
-    for theirs in ([0, 1, 1], [1, 5], [2, 3, 4, 5]):
-        for row in theirs:
-            expected[row] -= 4.0 / 3
-    for options in ({}, {"sparse_as_dense": True}):
-        table = nn.Embedding(6, 2, sparse=True).double()
-        nn.init.zeros_(table.weight)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters(), **options
-        )
-        for _ in range(4):
-            optimizer.zero_grad()
-            table(torch.tensor(rows)).sum().backward()
-            optimizer.step()
-            assert table.weight.grad is not None and table.weight.grad.is_sparse
-        torch.testing.assert_close(table.weight.detach(), expected)
-
-
 def a_second_synchronize_reduces_nothing_again() -> None:
     net, reference = model(), alone(lambda p: torch.optim.SGD(p, lr=0.1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
@@ -435,109 +327,3 @@ def large_and_small_gradients_go_their_ways() -> None:
                 total += theirs.index(i) + 1 if i in theirs else 0
             expected = torch.full_like(layer, 1 - 4 * total / 3)
             torch.testing.assert_close(layer.detach(), expected.detach(), rtol=tolerance, atol=tolerance)
-
-
-def parameters_begin_the_same() -> None:
-    for form in ("state_dict", "named", "list"):
-        net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-        torch.manual_seed(hvd.rank())
-        for tensor in net.state_dict().values():
-            tensor.copy_(torch.randint(0, 100, tensor.shape))
-        given: Any = {"state_dict": net.state_dict(), "named": net.named_parameters(), "list": list(net.parameters())}[
-            form
-        ]
-        hvd.broadcast_parameters(given, root_rank=1)
-        torch.manual_seed(1)
-        for name, tensor in net.state_dict().items():
-            expected = torch.randint(0, 100, tensor.shape)
-            if form == "state_dict" or name in dict(net.named_parameters()):
-                assert torch.equal(tensor, expected.to(tensor.dtype)), (form, name)
-
-
-def optimizer_state_is_the_roots() -> None:
-    for name, make in {**KINDS, "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2)}.items():
-
-        def stepped(steps: int, make: Make = make) -> tuple[nn.Module, torch.optim.Optimizer]:
-            net = model()
-            optimizer = make(net.parameters())
-            optimizer.param_groups[0]["lr"] = 0.01 * (steps + 1)
-
-            def closure() -> Tensor:
-                optimizer.zero_grad()
-                loss = loss_of(net, batches(1)[0])
-                loss.backward()
-                return loss
-
-            for _ in range(steps):
-                optimizer.step(closure)
-            return net, optimizer
-
-        # Rank 1 has state of two steps, rank 0 of one, rank 2 has none.
-        net, given = stepped([1, 2, 0][hvd.rank()])
-        optimizer = hvd.DistributedOptimizer(given, net.named_parameters())
-        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
-        _equal(optimizer.state_dict(), stepped(2)[1].state_dict(), name)
-        assert optimizer.param_groups is given.param_groups and optimizer.state is given.state
-    empty = torch.optim.Adam(model().parameters())
-    if hvd.rank() == 2:
-        for parameter in empty.param_groups[0]["params"]:
-            parameter.grad = torch.ones_like(parameter)
-        empty.step()
-    hvd.broadcast_optimizer_state(empty, root_rank=0)
-    assert not empty.state_dict()["state"]
-    with pytest.raises(
-        ValueError, match=r"expected parameter groups of \[2\] parameters as on rank 0, got \[1\] on rank 2"
-    ):
-        hvd.broadcast_optimizer_state(
-            torch.optim.SGD([torch.ones(1) for _ in range(1 if hvd.rank() == 2 else 2)]), root_rank=0
-        )
-
-
-def _equal(one: Any, other: Any, place: str) -> None:
-    if isinstance(one, Tensor):
-        torch.testing.assert_close(one, other, msg=lambda text: f"{place}: {text}")
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), place
-        for key in one:
-            _equal(one[key], other[key], f"{place}.{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), place
-        for number, (mine, theirs) in enumerate(zip(one, other, strict=True)):
-            _equal(mine, theirs, f"{place}.{number}")
-    else:
-        assert one == other, place
-
-
-def state_is_kept_and_loaded() -> None:
-    net = model()
-    given = torch.optim.Adam(net.parameters(), lr=0.01)
-    loss_of(net, whole(0)).backward()
-    given.step()
-    optimizer = hvd.DistributedOptimizer(given, net.named_parameters())
-    assert optimizer.state is given.state and len(optimizer.state) == 4
-    saved = copy.deepcopy(optimizer.state_dict())
-    train(net, optimizer)
-    loss_of(net, batches(0)[0]).backward()
-    optimizer.load_state_dict(saved)
-    _equal(optimizer.state_dict(), saved, "loaded")
-    optimizer.zero_grad()  # what backward had begun is forgotten
-    train(net, optimizer)
-
-
-def batch_norm_sees_the_batches_of_all_ranks() -> None:
-    data = [
-        torch.randn(2 + 3 * rank, 4, 5, generator=torch.Generator().manual_seed(rank)).double() for rank in range(3)
-    ]
-    layer, plain = hvd.SyncBatchNorm(4).double(), nn.BatchNorm1d(4).double()
-    mine, everything = data[hvd.rank()].requires_grad_(), torch.cat([one.detach() for one in data]).requires_grad_()
-    for _ in range(2):
-        result, expected = layer(mine), plain(everything)
-    start = sum(len(one) for one in data[: hvd.rank()])
-    torch.testing.assert_close(result, expected[start : start + len(mine)])
-    torch.testing.assert_close(layer.running_var, plain.running_var)
-    result.square().sum().backward()
-    expected.square().sum().backward()
-    assert mine.grad is not None and everything.grad is not None
-    torch.testing.assert_close(mine.grad, everything.grad[start : start + len(mine)], atol=1e-6, rtol=1e-5)
-    converted = hvd.SyncBatchNorm.convert(nn.Sequential(nn.BatchNorm2d(2)), layer.group)
-    assert isinstance(converted[0], hvd.SyncBatchNorm)  # type: ignore[index]

@@ -1,6 +1,8 @@
 """Rank 1 leaves: killed, by an exception, or at the regular end of its script. Says what rank 0 sees of it.
 
-leave.py killed|exception|end
+leave.py killed|exception|end|rows
+
+``rows``: the end again, after pushes of rows.
 """
 
 from __future__ import annotations
@@ -16,9 +18,25 @@ import hybridpar.mxnet as face
 import mxnet as mx
 
 
+def rows(kv: face.KVStore) -> None:
+    kv.init("rows", mx.nd.zeros((3, 1)).tostype("row_sparse"))
+    out = mx.nd.zeros((3, 1))
+    for number in range(3):
+        if kv.rank == 0:
+            time.sleep(0.3)
+        value = mx.nd.ones((1, 1)), mx.nd.array([number], dtype="int64")
+        kv.push("rows", mx.nd.sparse.row_sparse_array(value, shape=(3, 1)))
+        if kv.rank == 0:
+            kv.pull("rows", out)
+            print("sum", out.asnumpy().ravel().tolist(), flush=True)
+
+
 def main(how: str) -> None:
     kv = face.create(timeout=60)
     kv.init(["w", "v"], [mx.nd.zeros((3,))] * 2)
+    if how == "rows":
+        rows(kv)
+        return
     if kv.rank == 1 and how == "end":
         for _ in range(5):
             kv.push("w", mx.nd.ones((3,)))

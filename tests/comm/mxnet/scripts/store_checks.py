@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -292,6 +294,39 @@ def check_a_fork_while_a_push_is_on_its_way_does_not_hang() -> None:
     assert (pulled(kv, "w") == 4).all()
 
 
+def check_data_loaders_with_two_workers_run_beside_pushes() -> None:
+    kv = store()
+    kv.init("w", filled(0))
+    images, labels = np.arange(32 * 12, dtype=np.float32).reshape(32, 3, 4), np.arange(32)
+    for threads in (False, True):
+        kv.push("w", filled(1))
+        loader = gluon.data.DataLoader(
+            gluon.data.ArrayDataset(images, labels), batch_size=8, num_workers=2, thread_pool=threads
+        )
+        for number, (image, label) in enumerate(loader):
+            kv.push("w", image[0] * 0 + number)
+            assert label.asnumpy().tolist() == labels[8 * number : 8 * number + 8].tolist()
+            assert np.array_equal(image.asnumpy(), images[8 * number : 8 * number + 8])
+        assert (pulled(kv, "w") == 2 * 3).all()
+
+
+def check_a_store_that_is_given_up_ends_its_threads() -> None:
+    def alive() -> int:
+        gc.collect()
+        return sum(thread.name in ("hybridpar-any-order", "hybridpar-rows") for thread in threading.enumerate())
+
+    deadline = time.monotonic() + 10
+    kv = store()
+    kv.init("w", filled(0))
+    if kv.rank == 1:
+        time.sleep(0.3)
+    kv.push("w", filled(1))
+    del kv
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(), [thread.name for thread in threading.enumerate()]
+
+
 def check_several_stores_in_one_process_have_keys_of_their_own() -> None:
     one, two = store(), store()
     for kv, value in ((one, 1), (two, 10)):
@@ -301,19 +336,6 @@ def check_several_stores_in_one_process_have_keys_of_their_own() -> None:
     one.close()
     two.push("w", filled(1))
     assert (pulled(two, "w") == 2).all()
-
-
-def check_other_dtypes_and_arrays_of_mxnet_numpy() -> None:
-    for dtype in ("float16", "float64", "int32", "int64", "uint8"):
-        kv = store()
-        kv.init("w", filled(0, dtype=dtype))
-        kv.push("w", filled(3, dtype=dtype))
-        assert (pulled(kv, "w", dtype=dtype) == 6).all(), dtype
-    kv = store()
-    kv.init("w", mx.np.zeros(SHAPE))
-    out = mx.np.zeros(SHAPE)
-    kv.pushpull("w", mx.np.ones(SHAPE), out=out)
-    assert (out.asnumpy() == 2).all()
 
 
 def check_a_timeline_shows_when_pushes_travel() -> None:

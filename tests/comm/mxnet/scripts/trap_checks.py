@@ -175,6 +175,93 @@ def check_trap_3_a_trainer_on_one_device_uses_the_store_that_is_named() -> None:
     assert isinstance(trainer._kvstore, face.KVStore) and trainer._distributed
 
 
+def slope(trainer_options: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """A weight of ones [1, 1] whose gradient by ``backward`` is the input."""
+    kv = store()
+    net = gluon.nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize(mx.init.One(), ctx=[mx.cpu(0), mx.cpu(1)])
+    return kv, net, gluon.Trainer(net.collect_params(), "sgd", trainer_options, kvstore=kv, **options)
+
+
+def backward(kv: Any, net: Any) -> None:
+    """Gradients 1 and 2 on rank 0, 11 and 12 on rank 1."""
+    devices = (mx.cpu(0), mx.cpu(1))
+    with mx.autograd.record():
+        losses = [net(mx.nd.full((1, 1), place + 1 + 10 * kv.rank, ctx=ctx)) for place, ctx in enumerate(devices)]
+    mx.autograd.backward(losses)
+
+
+def check_a_trainers_learning_rate_changes_on_the_store_and_off_it() -> None:
+    for on_store in (True, False):
+        kv, net, trainer = slope({"learning_rate": 0.5}, update_on_kvstore=on_store)
+        expected = 1.0
+        for rate in (0.5, 0.25, 1.0):
+            trainer.set_learning_rate(rate)
+            backward(kv, net)
+            trainer.step(2)
+            expected -= rate * 26 / 2
+            assert [weight.asscalar() for weight in net.weight.list_data()] == [expected] * 2
+
+
+def check_a_trainer_reduces_gradients_alone_and_adds_them_up_over_batches() -> None:
+    kv, net, trainer = slope({"learning_rate": 1.0}, update_on_kvstore=False)
+    net.weight.grad_req = "add"
+    for _ in range(2):
+        net.weight.zero_grad()
+        for _ in range(3):
+            backward(kv, net)
+        trainer.allreduce_grads()
+        assert [gradient.asscalar() for gradient in net.weight.list_grad()] == [3 * 26] * 2
+        trainer.update(1)
+    assert net.weight.data(mx.cpu(1)).asscalar() == 1 - 2 * 3 * 26
+    kv, net, trainer = slope({"learning_rate": 1.0}, update_on_kvstore=True)
+    net.weight.grad_req = "add"
+    for _ in range(3):
+        backward(kv, net)
+    trainer.step(1)
+    assert [gradient.asscalar() for gradient in net.weight.list_grad()] == [
+        3 * (1 + 10 * kv.rank),
+        3 * (2 + 10 * kv.rank),
+    ]
+    assert net.weight.data(mx.cpu(1)).asscalar() == 1 - 3 * 26
+
+
+def check_parameters_whose_shapes_are_known_late_start_from_rank_0() -> None:
+    kv = store()
+    mx.random.seed(kv.rank)
+    net = gluon.nn.Dense(2)
+    net.initialize(mx.init.Normal())
+    trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.1}, kvstore=kv)
+    for _ in range(3):
+        step(net, trainer, kv.rank)
+    weights = kv._group.all_gather_json(net.weight.data().asnumpy().tolist())
+    assert weights[0] == weights[1]
+
+
+def check_module_fits_with_a_store_by_name_and_by_object() -> None:
+    net = mx.sym.SoftmaxOutput(
+        mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=4, name="last"), name="softmax"
+    )
+    for given in ("dist_sync_hybridpar", store()):
+        rank = store().rank
+        np.random.seed(rank)  # noqa: NPY002 - initializers of mxnet draw there
+        mx.random.seed(rank)
+        images = np.random.default_rng(rank).normal(size=(20, 3)).astype(np.float32)
+        module = mx.mod.Module(net)
+        module.fit(
+            mx.io.NDArrayIter(images, np.arange(20) % 4, batch_size=5),
+            num_epoch=2, kvstore=given, optimizer_params={"learning_rate": 0.1, "momentum": 0.9},
+            initializer=mx.init.Xavier(),
+        )  # fmt: skip
+        weights = store()._group.all_gather_json(
+            [value.asnumpy().tolist() for value in module.get_params()[0].values()]
+        )
+        assert weights[0] == weights[1]
+        with tempfile.TemporaryDirectory() as folder:
+            module.save_optimizer_states(f"{folder}/states")
+            module.load_optimizer_states(f"{folder}/states")
+
+
 def check_trap_4_module_scales_by_the_batch_of_all_workers() -> None:
     data = mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=2, name="last")
     for name in ("dist_sync_hybridpar", "dist_device_sync_perseus"):
