@@ -100,10 +100,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 def test_parameters_after_20_steps_equal_those_of_mxnets_servers(
     trained: Callable[[int], Path], case: str, workers: int, tmp_path: Path
 ) -> None:
-    """Some runs of theirs give their workers different sums, or wrong ones: what two of their runs agree on counts."""
+    """Ours give the same bits in every run. With the optimizer on 4 workers about half the runs of MXNet's servers lead
+    one of their own workers astray: what two of their runs agree on counts.
+    """
     ours = load(trained(workers), case, workers)
     seen: list[Parameters] = []
-    for attempt in range(4):
+    for attempt in range(6):
         folder = tmp_path / str(attempt)
         folder.mkdir()
         on_servers(folder, case, workers)
@@ -111,11 +113,11 @@ def test_parameters_after_20_steps_equal_those_of_mxnets_servers(
         # Sums of floats in another order, carried through 20 steps, most of them with momentum.
         if apart(ours, theirs) < CLOSE:
             return
-        assert all(apart(earlier, theirs) >= CLOSE for earlier in seen), (
-            f"{case}: MXNet's servers agree on other values"
-        )
+        # Where one of their workers went astray values may be NaN, which is close to nothing.
+        agreed = [earlier for earlier in seen if apart(earlier, theirs) < CLOSE]
+        assert not agreed, f"{case}: MXNet's servers agree on other values"
         seen.append(theirs)
-    pytest.fail(f"{case}: four runs with MXNet's servers, all different from each other and from ours")
+    pytest.fail(f"{case}: six runs with MXNet's servers, all different from each other and from ours")
 
 
 def test_the_comparison_tells_other_sums(trained: Callable[[int], Path]) -> None:
