@@ -6,8 +6,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "check.h"
+#include "engine_inbox.h"
 #include "pack.h"
 #include "shm.h"
 
@@ -199,6 +201,94 @@ void bind_shared_memory(nb::module_ &module) {
         .def_prop_ro("calls_inside", [](const SharedMemory &self) { return self.inside.load(); });
 }
 
+using Addresses = std::vector<std::uintptr_t>;
+
+template <typename Function>
+void set_function(Function *&function, std::uintptr_t address) {
+    check(address != 0, "expected the address of a function, got 0");
+    function = reinterpret_cast<Function *>(address);
+}
+
+void make_engine_inbox(EngineInbox *self, const Addresses &functions) {
+    check(functions.size() == 10, "expected the addresses of 10 functions, got ", functions.size());
+    EngineApi api{};
+    set_function(api.push, functions[0]);
+    set_function(api.share, functions[1]);
+    set_function(api.free, functions[2]);
+    set_function(api.to_dlpack, functions[3]);
+    set_function(api.delete_dlpack, functions[4]);
+    set_function(api.shape, functions[5]);
+    set_function(api.dtype, functions[6]);
+    set_function(api.context, functions[7]);
+    set_function(api.storage, functions[8]);
+    set_function(api.last_error, functions[9]);
+    new (self) EngineInbox(api);
+}
+
+std::vector<void *> handles_of(const Addresses &addresses) {
+    std::vector<void *> handles(addresses.size());
+    for (std::size_t i = 0; i < handles.size(); ++i)
+        handles[i] = reinterpret_cast<void *>(addresses[i]);
+    return handles;
+}
+
+// `copied`: handle, address and bytes of each, one behind the other.
+EngineInbox::Terms engine_terms(const Addresses &reads, const Addresses &writes, const Addresses &copied, bool back,
+                                int priority, const std::string &name) {
+    check(copied.size() % 3 == 0, "expected handle, address and bytes of each copy, got ", copied.size(), " numbers");
+    EngineInbox::Terms terms{handles_of(reads), handles_of(writes), {}, back, priority, name};
+    for (std::size_t i = 0; i < copied.size(); i += 3)
+        terms.copies.push_back(
+            {reinterpret_cast<void *>(copied[i]), reinterpret_cast<void *>(copied[i + 1]), copied[i + 2]});
+    return terms;
+}
+
+void bind_engine_inbox(nb::module_ &module) {
+    // Calls that give functions to the engine, or complete one, only queue work: they keep the interpreter.
+    nb::class_<EngineInbox>(module, "EngineInbox")
+        .def("__init__", &make_engine_inbox, "functions"_a)
+        .def(
+            "is_plain",
+            [](const EngineInbox &self, std::uintptr_t array, std::uintptr_t like) {
+                return self.is_plain(reinterpret_cast<void *>(array), reinterpret_cast<void *>(like));
+            },
+            "array"_a, "like"_a)
+        .def(
+            "push",
+            [](EngineInbox &self, std::int64_t number, const Addresses &reads, const Addresses &writes,
+               const Addresses &copied, bool back, int priority, const std::string &name) {
+                self.push(number, engine_terms(reads, writes, copied, back, priority, name));
+            },
+            "number"_a, "reads"_a, "writes"_a, "copied"_a, "back"_a, "priority"_a, "name"_a)
+        .def(
+            "push_copies",
+            [](EngineInbox &self, const Addresses &reads, const Addresses &writes, const Addresses &copied,
+               int priority, const std::string &name) {
+                self.push_copies(engine_terms(reads, writes, copied, false, priority, name));
+            },
+            "reads"_a, "writes"_a, "copied"_a, "priority"_a, "name"_a)
+        .def(
+            "wait", [](EngineInbox &self) { return self.wait(); }, nb::call_guard<nb::gil_scoped_release>())
+        .def("take",
+             [](EngineInbox &self) {
+                 nb::list taken;
+                 for (const auto &arrival : self.take())
+                     taken.append(nb::make_tuple(arrival.number, arrival.ran, arrival.problem));
+                 return taken;
+             })
+        .def(
+            "complete",
+            [](EngineInbox &self, const std::vector<std::int64_t> &numbers, const std::string &error) {
+                return self.complete(numbers, error.empty() ? nullptr : error.c_str());
+            },
+            "numbers"_a, "error"_a)
+        .def(
+            "wait_idle", [](EngineInbox &self) { self.wait_idle(); }, nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "stop", [](EngineInbox &self, const std::string &why) { self.stop(why); }, "why"_a,
+            nb::call_guard<nb::gil_scoped_release>());
+}
+
 } // namespace
 } // namespace hybridpar
 
@@ -212,6 +302,7 @@ NB_MODULE(_native, module) {
     module.attr("INT64") = static_cast<int>(DType::int64);
     module.attr("UINT8") = static_cast<int>(DType::uint8);
     bind_shared_memory(module);
+    bind_engine_inbox(module);
 
     module.def(
         "pack",

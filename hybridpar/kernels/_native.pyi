@@ -96,3 +96,40 @@ class Communicator:
     @property
     def calls_inside(self) -> int:
         """Threads that are inside a call just now."""
+
+class EngineInbox:
+    """Functions of MXNet's engine (csrc/engine_inbox.h). Arrays are handles; where MXNet fails, RuntimeError is raised.
+
+    ``functions``: addresses of what ``EngineApi`` names, in that order. ``copied``: for each array that is copied its
+    handle, an address, and bytes, one behind the other.
+    """
+
+    def __init__(self, functions: list[int]) -> None: ...
+    def is_plain(self, array: int, like: int) -> bool:
+        """Whether it is dense, in memory of the host and of one dimension, with the dtype and length of another one."""
+
+    def push(
+        self, number: int, reads: list[int], writes: list[int], copied: list[int], back: bool, priority: int, name: str
+    ) -> None:
+        """A function that copies arrays to their addresses and then waits for ``complete``.
+
+        ``number``: above 0, used once. ``back``: copied back when it is completed without an error.
+        """
+
+    def push_copies(self, reads: list[int], writes: list[int], copied: list[int], priority: int, name: str) -> None:
+        """A function that fills arrays from their addresses, and ends."""
+
+    def wait(self) -> bool:
+        """Returns when there is something to take; False after ``stop``."""
+
+    def take(self) -> list[tuple[int, bool, str]]:
+        """Numbers of functions that have run (True), or were skipped and have ended; why copying failed, if it did."""
+
+    def complete(self, numbers: list[int], error: str) -> int:
+        """With an error, if it is not empty. How many of them had run and were not completed before."""
+
+    def wait_idle(self) -> None:
+        """Returns when no function with a number is in the engine."""
+
+    def stop(self, why: str) -> None:
+        """From now on functions complete with this error as they run, and those that wait do so now."""

@@ -163,7 +163,7 @@ class AnyOrderEngine:
         *,
         op: Op = "sum",
         scale: float = 1.0,
-        priority: int = 0,
+        priority: int | Sequence[int] = 0,
         patient: bool = False,
     ) -> list[Future[Tensor]]:
         """``submit`` of several tensors on the same terms. Where all ranks do so, they are agreed together.
@@ -171,6 +171,7 @@ class AnyOrderEngine:
         Args:
             indices: one or more, none of them twice.
             tensors: one for each.
+            priority: of all, or one for each.
 
         Returns:
             The future of each.
@@ -179,10 +180,12 @@ class AnyOrderEngine:
             As ``submit``, before anything is submitted.
         """
         self._check_process("submit")
-        for index, tensor in zip(indices, tensors, strict=True):
+        priorities = [priority] * len(indices) if isinstance(priority, int) else priority
+        for index, tensor, one in zip(indices, tensors, priorities, strict=True):
             self._check(index, tensor)
-            self._check_terms(index, tensor, op, scale, priority)
-        return self._outstanding.put_many(indices, tensors, Terms(op, priority), scale, patient=patient)
+            self._check_terms(index, tensor, op, scale, one)
+        terms = [Terms(op, one) for one in priorities]
+        return self._outstanding.put_many(indices, tensors, terms, scale, patient=patient)
 
     def step_aside(self, went_along: Callable[[int], None] | None = None) -> Future[int]:
         """This rank has nothing more to submit, but the others may: it goes along until all ranks have called this.

@@ -105,18 +105,24 @@ class Outstanding:
 
     def put(self, index: int, tensor: Tensor, terms: Terms, scale: float, *, patient: bool = False) -> Future[Tensor]:
         """``put_many`` of one."""
-        return self.put_many([index], [tensor], terms, scale, patient=patient)[0]
+        return self.put_many([index], [tensor], [terms], scale, patient=patient)[0]
 
     def put_many(
-        self, indices: Sequence[int], tensors: Sequence[Tensor], terms: Terms, scale: float, *, patient: bool = False
+        self,
+        indices: Sequence[int],
+        tensors: Sequence[Tensor],
+        terms: Sequence[Terms],
+        scale: float,
+        *,
+        patient: bool = False,
     ) -> list[Future[Tensor]]:
         """All at once. Raises CommunicationError after a failure, RuntimeError after the end."""
         submissions = []
-        for index, tensor in zip(indices, tensors, strict=True):
+        for index, tensor, own in zip(indices, tensors, terms, strict=True):
             future: Future[Tensor] = Future()
             future.set_running_or_notify_cancel()  # what other ranks count on cannot be cancelled
             ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
-            submissions.append(Submission(index, tensor, terms, scale, 0.0, ready, future, patient))
+            submissions.append(Submission(index, tensor, own, scale, 0.0, ready, future, patient))
         with self._lock:
             if self.failure is not None:
                 raise self._error(indices[0], self.failure)

@@ -141,9 +141,12 @@ class Reducer:
         return self.submit_many([key], [tensor], op=op, priority=priority)[0]
 
     def submit_many(
-        self, keys: Sequence[Key], tensors: Sequence[Tensor], *, op: ReduceOp = "sum", priority: int = 0
+        self, keys: Sequence[Key], tensors: Sequence[Tensor], *, op: ReduceOp = "sum", priority: int | Sequence[int] = 0
     ) -> list[Future[Tensor]]:
         """``submit`` of several keys, none of them twice, uncompressed. Where all ranks do so, they travel together.
+
+        Args:
+            priority: of all, or one for each.
 
         Raises:
             As ``submit``, before anything is submitted.

@@ -14,8 +14,10 @@ from hybridpar.comm.kvstore.arrays import as_tensor, library_array
 from hybridpar.comm.kvstore.reducer import ReduceOp, Rows
 
 NDArray: TypeAlias = Any  # mxnet.nd.NDArray; mxnet has no annotations
+NDARRAY: type = mxnet.nd.NDArray
 
 SPARSE = "row_sparse"
+_SMALL_BYTES = 1 << 20
 
 
 def classic(value: Any, what: str) -> NDArray:
@@ -47,6 +49,8 @@ class Buffer:
     Attributes:
         array: dense. MXNet's engine orders who uses the memory.
         tensor: for functions of the engine that have the array.
+        address, nbytes: of the memory.
+        is_small: whether functions of the engine copy it, rather than operators; see Note [copies in plain order].
     """
 
     def __init__(self, like: NDArray) -> None:
@@ -54,6 +58,8 @@ class Buffer:
         # Only now is there memory; it stays where it is, in plain order, since nothing but copies is written into it.
         self.array.wait_to_read()
         self.tensor = as_tensor(self.array)
+        self.address, self.nbytes = self.tensor.data_ptr(), self.tensor.nbytes
+        self.is_small = self.array.ndim == 1 and 0 < self.nbytes <= _SMALL_BYTES
 
     def merge(self, values: Sequence[NDArray], op: ReduceOp) -> None:
         """Write the values of several devices, combined. Returns at once."""

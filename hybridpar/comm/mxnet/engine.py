@@ -1,4 +1,4 @@
-"""Functions of MXNet's engine: Python code that runs once arrays are ready, and holds them until its work is done.
+"""Functions of MXNet's engine: they run once arrays are ready, and hold them until somebody completes them.
 
 # Note [a function of the engine]
 MXNet's engine orders operators by the arrays that they read and write. A function that is pushed with
@@ -10,18 +10,22 @@ with operators that compute.
 # Note [errors through the engine]
 A completion can carry an error: a pointer to a ``dmlc::Error``, which is a ``std::runtime_error`` and nothing more. The
 engine copies it and throws the copy in the call that waits for an array which the function, or any operator after it,
-should have written: ``asnumpy``, ``wait_to_read``, ``waitall``; operators in between are skipped. Such an object is
-built by the constructor of the C++ library that MXNet itself is linked to, found through it. This, and the three
-pointers of a completion (``CallbackOnComplete`` in ``mxnet/engine.h``), is all of MXNet's C++ that is relied on; it
-is that of the 1.9 releases, the last ones. MXNet makes a Python exception of the text, of the class whose name the text
-begins with. It throws an error once, in the first call that waits, and forgets it.
+should have written: ``asnumpy``, ``wait_to_read``, ``waitall``; operators in between are skipped. This class of the C++
+library, which is the same one for MXNet and for us, and the three pointers of a completion (``CallbackOnComplete`` in
+``mxnet/engine.h``) are all of MXNet's C++ that is relied on; they are those of the 1.9 releases, the last ones. MXNet
+makes a Python exception of the text, of the class whose name the text begins with. It throws an error once, in the
+first call that waits, and forgets it.
 
-# Note [the interpreter is kept]
-A call through ctypes gives the interpreter up, and must then win it back from whichever thread took it; a callback on a
-thread that Python does not know makes what the interpreter needs of a thread, and throws it away at its end. For
-functions as short as these both cost more than the functions. So the calls that give functions to the engine, and that
-complete them, keep the interpreter: they only queue work, and MXNet calls Python while it holds no lock. And the few
-threads of the engine that run functions stay known to Python once they have run one.
+# Note [the interpreter is not needed]
+Threads of the engine that call Python wait for the interpreter, and take it from the thread of the script, which
+gives the next function to the engine: for functions as short as these that costs more than the functions. So they are
+native: they copy what there is to copy, and put their number into an inbox. One thread of Python takes from there
+whatever has come while it waited for the interpreter, all at once.
+
+# Note [copies in plain order]
+MXNet may keep an array of several dimensions in another order of its own, which only its operators understand, and
+whether it does is known when the array has been computed. An array of one dimension is in plain order, so functions
+copy it themselves. One that is a view of such an array of several dimensions cannot be had as it is: that is an error.
 
 # Note [skipped functions]
 Where an array carries the error of an earlier operator, the engine skips the function. It is deleted all the same, and
@@ -31,27 +35,33 @@ one that is deleted without having run was skipped.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
+import os
 import re
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import mxnet
-from mxnet.base import _LIB, MXNetError, check_call, register_error
+from mxnet.base import _LIB, MXNetError, register_error
 
 from hybridpar.comm.errors import CommunicationError
+from hybridpar.kernels._native import EngineInbox
 from hybridpar.topology import mxnet_engine
 
 _LOG = logging.getLogger(__name__)
 
 _RELEASES = "1.9."
-_CPU_PRIORITIZED = ctypes.c_int(3)  # FnProperty::kCPUPrioritized
-_ERROR_BYTES = 64  # room for a std::runtime_error, which takes 16 in libstdc++ and in libc++
-
-_Run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-_Delete = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_Complete = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_INT32 = 1 << 31
+_END_SECONDS = 5.0
+# In the order of EngineApi (csrc/engine_inbox.h).
+_FUNCTIONS = (
+    "MXEnginePushAsyncND", "MXShallowCopyNDArray", "MXNDArrayFree", "MXNDArrayToDLPack", "MXNDArrayCallDLPackDeleter",
+    "MXNDArrayGetShapeEx", "MXNDArrayGetDType", "MXNDArrayGetContext", "MXNDArrayGetStorageType", "MXGetLastError",
+)  # fmt: skip
 
 
 class StoreError(MXNetError, CommunicationError):  # type: ignore[misc]
@@ -64,58 +74,26 @@ class StoreError(MXNetError, CommunicationError):  # type: ignore[misc]
         CommunicationError.__init__(self, reason, rank=int(rank), operation=operation, tensor=tensor)
 
 
-class Completion:
-    """Tells the engine that a function has done its work. Call it once, from any thread."""
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A function that has run and holds its arrays until it is completed, or that was skipped.
 
-    def __init__(self, callback: int, engine: int, block: int) -> None:
-        self._callback, self._engine, self._block = callback, engine, block
-        self._lock = threading.Lock()
+    Attributes:
+        load: what it was pushed with.
+        problem: why its copies could not be made, if not empty. It must be completed all the same.
+    """
 
-    def __call__(self, error: BaseException | None = None) -> None:
-        """The arrays are free again; with an error, calls that wait for the written ones raise it.
-
-        Raises:
-            RuntimeError: it was called before.
-        """
-        if not self._claim():
-            raise RuntimeError("expected one completion for each function of the engine, got a second")
-        self._tell(error)
-
-    def unless_done(self, error: BaseException) -> bool:
-        """Complete with an error if nobody has completed yet; returns whether this call did."""
-        claimed = self._claim()
-        if claimed:
-            self._tell(error)
-        return claimed
-
-    def _claim(self) -> bool:
-        return self._lock.acquire(blocking=False)  # and never released
-
-    def _tell(self, error: BaseException | None) -> None:
-        complete = _Complete(self._callback)
-        if error is None:
-            complete(self._engine, self._block, None)
-            return
-        memory = ctypes.create_string_buffer(_ERROR_BYTES)
-        place = ctypes.addressof(memory)
-        _RUNTIME_ERROR(place, text_of(error).encode())
-        complete(self._engine, self._block, place)
-        _END_RUNTIME_ERROR(place)
+    number: int
+    load: Any
+    ran: bool
+    problem: str
 
 
-Function = Callable[[Completion], None]
-
-
-class _Call:
-    """A function on its way through the engine; the engine holds the one reference to it."""
-
-    def __init__(self, function: Function, skipped: Callable[[], None]) -> None:
-        self.function, self.skipped = function, skipped
-        self.ran = False
+Receiver = Callable[[Sequence[Arrival]], None]
 
 
 def check_engine() -> None:
-    """To be called before the first ``push``.
+    """To be called before the first function is pushed.
 
     Raises:
         RuntimeError: this MXNet is not of the releases whose engine is known, or its engine is the one for debugging:
@@ -129,43 +107,87 @@ def check_engine() -> None:
         )
 
 
-def push(
-    function: Function,
-    *,
-    reads: Sequence[Any] = (),
-    writes: Sequence[Any] = (),
-    skipped: Callable[[], None] = lambda: None,
-    priority: int = 0,
-    name: str = "hybridpar",
-) -> None:
-    """Give MXNet's engine a function. Returns at once. See Note [a function of the engine].
+class Engine:
+    """Gives functions to MXNet's engine, and tells when they have run.
 
     Args:
-        function: is called on a thread of the engine, with the completion that it must see called. It must not wait
-            for arrays, and neither must what completes it. If it raises, it is completed with that error.
-        reads, writes: NDArrays that it reads, and that it writes; not one in both.
-        skipped: called in place of ``function``; Note [skipped functions].
-        priority: of functions that can run the highest goes first.
-        name: for MXNet's profiler.
+        receive: called with all functions that have run or were skipped since the last call, in that order, on a thread
+            of its own. It must not wait for arrays. If it raises, they are completed with that error. It is kept
+            alive as long as functions are on their way.
     """
-    call = ctypes.py_object(_Call(function, skipped))
-    ctypes.pythonapi.Py_IncRef(call)  # _delete gives it back
-    check_call(
-        _KEEPING.MXEnginePushAsyncND(
-            _run,
-            ctypes.c_void_p(id(call.value)),
-            _delete,
-            ctypes.byref(_CPU),
-            _handles(reads),
-            ctypes.c_int(len(reads)),
-            _handles(writes),
-            ctypes.c_int(len(writes)),
-            ctypes.byref(_CPU_PRIORITIZED),
-            ctypes.c_int(max(-(1 << 31), min(priority, (1 << 31) - 1))),
-            name.encode(),
-            ctypes.c_bool(False),
-        )
-    )
+
+    def __init__(self, receive: Receiver) -> None:
+        self._receive = weakref.WeakMethod(receive)
+        self._inbox = EngineInbox([_address(name) for name in _FUNCTIONS])
+        self._numbers = itertools.count(1)
+        self._loads: dict[int, tuple[Receiver, Any]] = {}
+        self._process = os.getpid()
+        # The thread holds all that it needs but this object, so that an abandoned one is collected, and it ends.
+        arguments = (self._inbox, self._loads)
+        self._thread = threading.Thread(target=_receive_all, args=arguments, name="hybridpar-mxnet", daemon=True)
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, _end, self._inbox, self._thread, self._process, _ENDED)
+
+    def is_plain(self, array: Any, like: Any) -> bool:
+        """Whether an NDArray is dense, on this host, of one dimension, and of the dtype and length of another one."""
+        return self._inbox.is_plain(array.handle.value, like.handle.value)
+
+    def push(
+        self,
+        load: object,
+        *,
+        reads: Sequence[Any] = (),
+        writes: Sequence[Any] = (),
+        copied: Sequence[int] = (),
+        back: bool = False,
+        priority: int = 0,
+        name: str = "hybridpar",
+    ) -> None:
+        """A function that copies, and then is received with its load. Returns at once.
+
+        Args:
+            reads, writes: NDArrays that it reads, and that it writes; not one in both.
+            copied: handle, address and bytes of each of some of the arrays, which are plain, see ``is_plain``: they are
+                copied to that address, which is memory of an array that it writes.
+            back: whether they are copied back when the function is completed without an error.
+            priority: of functions that can run the highest goes first.
+            name: for MXNet's profiler.
+
+        Raises:
+            RuntimeError: a forked child, or MXNet refused the function.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError("push in a forked child: expected the process that made the store; make another there")
+        receive = self._receive()
+        assert receive is not None
+        number = next(self._numbers)
+        self._loads[number] = (receive, load)
+        self._inbox.push(
+            number, [array.handle.value for array in reads], [array.handle.value for array in writes],
+            list(copied), back, _clamped(priority), name,
+        )  # fmt: skip
+
+    def fill(self, array: Any, source: Any, address: int, nbytes: int) -> None:
+        """A function that copies from an address, memory of ``source``, into a plain array. Returns at once."""
+        handle = array.handle.value
+        self._inbox.push_copies([source.handle.value], [handle], [handle, address, nbytes], 0, "hybridpar pull")
+
+    def complete(self, number: int, error: BaseException | None = None) -> bool:
+        """Its arrays are free again; with an error, calls that wait for the written ones raise it.
+
+        Returns:
+            False if it was completed before, or everything was by ``stop``.
+        """
+        return self._inbox.complete([number], "" if error is None else text_of(error)) == 1
+
+    def wait_idle(self) -> None:
+        """Return when all functions have been completed, or skipped, and the engine is done with them."""
+        self._inbox.wait_idle()
+
+    def stop(self, error: BaseException) -> None:
+        """Functions that are not complete are completed with this error, now and whenever they run."""
+        if self._finalizer.detach() is not None:
+            _end(self._inbox, self._thread, self._process, text_of(error))
 
 
 def text_of(error: BaseException) -> str:
@@ -176,61 +198,48 @@ def text_of(error: BaseException) -> str:
     return f"{name if type(error) in (ValueError, TypeError) else f'MXNetError: {name}'}: {error}"
 
 
-class _OnComplete(ctypes.Structure):
-    _fields_ = [("callback", ctypes.c_void_p), ("engine", ctypes.c_void_p), ("block", ctypes.c_void_p)]
+def _receive_all(inbox: EngineInbox, loads: dict[int, tuple[Receiver, Any]]) -> None:
+    """The thread of an ``Engine``."""
+    while inbox.wait():
+        _receive_once(inbox, loads)
+    loads.clear()
 
 
-class _Context(ctypes.Structure):
-    _fields_ = [("device_type", ctypes.c_int), ("device_id", ctypes.c_int)]
-
-
-def _run_function(_context: int, on_complete: int, parameter: int) -> None:
-    if not hasattr(_THREAD, "known"):
-        _THREAD.known = ctypes.pythonapi.PyGILState_Ensure()  # and never released
-    # It lies on the stack of the caller, so its parts are taken now.
-    parts = _OnComplete.from_address(on_complete)
-    completion = Completion(parts.callback, parts.engine, parts.block)
-    call = _call_at(parameter)
-    call.ran = True
+def _receive_once(inbox: EngineInbox, loads: dict[int, tuple[Receiver, Any]]) -> None:
+    """A function of its own, so that nothing is kept alive while the thread waits."""
+    arrived = []
+    for number, ran, problem in inbox.take():
+        receive, load = loads.pop(number)
+        arrived.append(Arrival(number, load, ran, problem))
+    if not arrived:
+        return
     try:
-        call.function(completion)
+        receive(arrived)
     except BaseException as error:
-        if not completion.unless_done(error):
-            _LOG.exception("a function of MXNet's engine failed after it had completed")
+        if not inbox.complete([one.number for one in arrived], text_of(error)):
+            _LOG.exception("functions of MXNet's engine failed after they had completed")
 
 
-def _delete_function(parameter: int) -> None:
-    call = _call_at(parameter)
-    ctypes.pythonapi.Py_DecRef(ctypes.py_object(call))
-    if not call.ran:
-        try:
-            call.skipped()
-        except BaseException:
-            _LOG.exception("a function that MXNet's engine skipped could not say so")
+def _end(inbox: EngineInbox, thread: threading.Thread, process: int, why: str) -> None:
+    """In a forked child the lock may be held by a thread that does not exist there."""
+    if os.getpid() != process:
+        return
+    inbox.stop(why)
+    if threading.current_thread() is not thread:
+        thread.join(_END_SECONDS)
 
 
-def _call_at(address: int) -> _Call:
-    return cast("_Call", ctypes.cast(address, ctypes.py_object).value)
+def _clamped(priority: int) -> int:
+    return max(-_INT32, min(priority, _INT32 - 1))
 
 
-def _handles(arrays: Sequence[Any]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(arrays))(*[array.handle.value for array in arrays])
+def _address(name: str) -> int:
+    address = ctypes.cast(_LIB[name], ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
-def _cxx(name: str, *arguments: Any) -> Any:
-    """A function of the C++ library that MXNet is linked to."""
-    function = _LIB[name]
-    function.argtypes, function.restype = arguments, None
-    return function
-
-
-# Note [the interpreter is kept]
-_KEEPING = ctypes.PyDLL(_LIB._name, handle=_LIB._handle)
-_THREAD = threading.local()
-_CPU = _Context(1, 0)
-_run, _delete = _Run(_run_function), _Delete(_delete_function)
-# Registered names: std::runtime_error(const char*), its destructor, and the class that MXNet makes of our text.
-_RUNTIME_ERROR = _cxx("_ZNSt13runtime_errorC1EPKc", ctypes.c_void_p, ctypes.c_char_p)
-_END_RUNTIME_ERROR = _cxx("_ZNSt13runtime_errorD1Ev", ctypes.c_void_p)
+# Registered name: the class that MXNet makes of our text.
 _COMMUNICATION_ERROR = "hybridpar.CommunicationError"
 register_error(_COMMUNICATION_ERROR, StoreError)
+_ENDED = "MXNetError: RuntimeError: the store has ended"

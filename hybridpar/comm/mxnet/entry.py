@@ -13,6 +13,8 @@ import numpy as np
 from hybridpar.comm.kvstore.compression import Compression
 from hybridpar.comm.kvstore.reducer import Key, ReduceOp, Rows, name_of
 from hybridpar.comm.mxnet.arrays import SPARSE, Buffer, NDArray, classic, describe, full_rows, rows_array
+from hybridpar.comm.mxnet.engine import Engine
+from hybridpar.comm.mxnet.outbox import Push
 
 Updater = Callable[[Any, Any, Any], object]
 
@@ -47,9 +49,10 @@ class Entry:
         self._stored, self._spare = first, None if sparse else Buffer(first.array)
         self.dtype = first.tensor.dtype
         self.value: NDArray = first.array
+        self.is_small = first.is_small and not sparse
         self._pending: deque[Future[Rows]] = deque()
 
-    def fill(self) -> None:
+    def begin(self) -> None:
         """The first buffer holds the value of rank 0."""
         if self.sparse:
             self.value = full_rows(self._stored.array)
@@ -108,11 +111,23 @@ class Entry:
         if op == "mean" and not dtype.is_floating_point:
             raise TypeError(f"{name}: expected floating-point values for 'mean', got {describe(self.value)}")
 
-    def merge(self, values: Sequence[NDArray], op: ReduceOp) -> Buffer:
-        """The values of this rank's devices in one buffer, for ``apply``."""
+    def push_of(self, source: NDArray, updater: Updater | None, *, back: bool = False) -> Push:
+        """Of one plain array, which is copied when it has been computed."""
+        assert self._spare is not None
+        after = self.value if self.is_replaced(updater) else None
+        return Push(self.key, self._spare, source=source, after=after, back=back)
+
+    def merge(
+        self, values: Sequence[NDArray], op: ReduceOp, compression: Compression | None, updater: Updater | None
+    ) -> Push:
+        """Of the values of this rank's devices, which operators write into the buffer."""
         assert self._spare is not None
         self._spare.merge(values, op)
-        return self._spare
+        return Push(self.key, self._spare, compression, after=self.value if self.is_replaced(updater) else None)
+
+    def is_replaced(self, updater: Updater | None) -> bool:
+        """Whether what is pushed replaces the value, rather than being given to the updater."""
+        return updater is None or not self.updates
 
     def apply(self, buffer: Buffer, updater: Updater | None) -> None:
         """What is in the buffer, once it is there, is a new gradient, or the new value. Returns at once."""
@@ -140,6 +155,10 @@ class Entry:
                 self.value = full_rows(gradient.tostype("default"))
             else:
                 gradient.tostype("default").copyto(self.value)
+
+    def fill(self, out: NDArray, engine: Engine) -> None:
+        """Copy the value into a plain array. Returns at once."""
+        engine.fill(out, self.value, self._stored.address, self._stored.nbytes)
 
     def write(self, out: NDArray) -> None:
         """Copy the value. Returns at once."""

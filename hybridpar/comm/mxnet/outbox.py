@@ -14,11 +14,18 @@ the engine's word that it skipped a push ends the store's communication, and the
 A function of the engine costs more than a small sum. So the keys of one call that lie side by side are sent by one
 function, up to a megabyte of them: they leave when all of them are computed, and are there when all have arrived. Ranks
 that push them in other calls, or in another order, meet all the same, as long as no rank computes one of them from the
-sum of another one.
+sum of another one. Functions of which several have run when somebody looks are submitted together.
+
+An operator of MXNet that copies costs as much as such a function. So the function copies a small value of one dimension
+into the buffer itself; see Note [copies in plain order].
+
+# Note [one push after the other]
+Without an updater the pushes of a key take turns with two buffers, and nothing else would keep the second one, whose
+value may be computed earlier, from leaving before the first. So a push also waits for what is stored by the one before.
 
 # Note [forks]
 Before a process forks (Gluon's DataLoader does), MXNet waits for its engine with the interpreter in its hands, which
-our functions in the engine need. So Python waits for those first.
+whoever completes our functions needs. So Python waits for those first.
 """
 
 from __future__ import annotations
@@ -31,6 +38,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
 from mxnet.base import MXNetError
@@ -40,22 +49,40 @@ from hybridpar.comm.errors import CommunicationError
 from hybridpar.comm.kvstore.compression import Compression
 from hybridpar.comm.kvstore.ending import AtEnd
 from hybridpar.comm.kvstore.reducer import Key, ReduceOp, Reducer, Rows, name_of
-from hybridpar.comm.mxnet import engine
 from hybridpar.comm.mxnet.arrays import Buffer, NDArray
-from hybridpar.comm.mxnet.engine import Completion, StoreError
+from hybridpar.comm.mxnet.engine import Arrival, Engine, StoreError, text_of
 
 _LOG = logging.getLogger(__name__)
-_BYTES_TOGETHER = 1 << 20
+BYTES_TOGETHER = 1 << 20
 _LAST_STEPS_SECONDS = 0.002  # in which threads of the engine come out of functions that have ended
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """One key, the buffer with its values, and how they travel."""
+    """One key, the buffer for its values, and how they travel.
+
+    Attributes:
+        source: the values, a plain array that the function copies; None where operators fill the buffer.
+        after: what is stored so far, see Note [one push after the other]; None where the buffer is always the same.
+        back: whether the result is copied into ``source``, too.
+    """
 
     key: Key
     buffer: Buffer
-    compression: Compression | None
+    compression: Compression | None = None
+    source: NDArray | None = None
+    after: NDArray | None = None
+    back: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What a function sends."""
+
+    pushes: Sequence[Push]
+    op: ReduceOp
+    priority: int
+    name: str
 
 
 class Outbox:
@@ -67,8 +94,8 @@ class Outbox:
         self._failure: str | None = None
         self._unfilled: NDArray | None = None  # knows why it is, where an operator of this rank has failed
         self._closed = False
-        self._idle = threading.Condition()
-        self._busy = 0  # functions that have not returned, and pushes that have not arrived
+        self.engine = Engine(self._receive)
+        # After the engine, so that it is called before the engine's own end.
         self._at_end = AtEnd(self.finish)
         os.register_at_fork(before=_BeforeFork(self))
 
@@ -84,8 +111,8 @@ class Outbox:
                 self._send([push], op, priority)
                 continue
             held.append(push)
-            held_bytes += push.buffer.tensor.nbytes
-            if held_bytes >= _BYTES_TOGETHER:
+            held_bytes += push.buffer.nbytes
+            if held_bytes >= BYTES_TOGETHER:
                 self._send(held, op, priority)
                 held, held_bytes = [], 0
         if held:
@@ -93,39 +120,63 @@ class Outbox:
 
     def _send(self, pushes: Sequence[Push], op: ReduceOp, priority: int) -> None:
         """As one function of the engine."""
-
-        def submit(completion: Completion) -> None:
-            try:
-                futures = self._submit(pushes, op, priority)
-            except BaseException as error:
-                self.fail(error)
-                completion(error)
-                self._end(2)
-                return
-            group = _Group(len(futures), lambda error: self._arrived(error, completion))
-            for future in futures:
-                future.add_done_callback(group.arrived)
-            self._end()
-
-        with self._idle:
-            self._busy += 2
+        reads, writes, copied = [], [], list[int]()
+        for push in pushes:
+            writes.append(push.buffer.array)
+            if push.after is not None:
+                reads.append(push.after)
+            if push.source is not None:
+                (writes if push.back else reads).append(push.source)
+                copied += (push.source.handle.value, push.buffer.address, push.buffer.nbytes)
         first = name_of(pushes[0].key)
         name = first if len(pushes) == 1 else f"{first} and {len(pushes) - 1} more"
-        engine.push(
-            submit,
-            writes=[push.buffer.array for push in pushes],
-            skipped=lambda: self._skipped(name, pushes[0].buffer.array),
-            priority=priority,
-            name=f"hybridpar {name}",
-        )
+        self.engine.push(
+            _Load(pushes, op, priority, name), reads=reads, writes=writes, copied=copied, back=pushes[0].back,
+            priority=priority, name=f"hybridpar {name}",
+        )  # fmt: skip
 
-    def _submit(self, pushes: Sequence[Push], op: ReduceOp, priority: int) -> list[Future[Tensor]]:
-        if len(pushes) > 1:
-            keys, tensors = [push.key for push in pushes], [push.buffer.tensor for push in pushes]
-            return self._reducer.submit_many(keys, tensors, op=op, priority=priority)
-        (push,) = pushes
-        tensor, compression = push.buffer.tensor, push.compression
-        return [self._reducer.submit(push.key, tensor, op=op, priority=priority, compression=compression)]
+    def _receive(self, arrived: Sequence[Arrival]) -> None:
+        """Functions have run, so that their buffers are filled, or were skipped."""
+        together: dict[ReduceOp, list[Arrival]] = {}
+        for one in arrived:
+            load: _Load = one.load
+            if not one.ran:
+                self._skipped(load.name, load.pushes[0].buffer.array)
+            elif one.problem:
+                self._refuse([one], self._error(f"its values could not be read: {one.problem}", load.name))
+            elif load.pushes[0].compression is not None:
+                self._submit([one], load.op)
+            else:
+                together.setdefault(load.op, []).append(one)
+        for op, ready in together.items():
+            self._submit(ready, op)
+
+    def _submit(self, ready: Sequence[Arrival], op: ReduceOp) -> None:
+        """Their keys are all different, because a key has one push in the engine at a time."""
+        pushes = [push for one in ready for push in one.load.pushes]
+        priorities = [one.load.priority for one in ready for _ in one.load.pushes]
+        keys, tensors = [push.key for push in pushes], [push.buffer.tensor for push in pushes]
+        try:
+            if (compression := pushes[0].compression) is None:
+                futures = self._reducer.submit_many(keys, tensors, op=op, priority=priorities)
+            else:
+                futures = [
+                    self._reducer.submit(keys[0], tensors[0], op=op, priority=priorities[0], compression=compression)
+                ]
+        except BaseException as error:
+            self._refuse(ready, error)
+            return
+        left = iter(futures)
+        for one in ready:
+            count = len(one.load.pushes)
+            arrived = _Group(count, partial(self._arrived, one.number)).arrived
+            for future in islice(left, count):
+                future.add_done_callback(arrived)
+
+    def _refuse(self, functions: Sequence[Arrival], error: BaseException) -> None:
+        self.fail(error)
+        for one in functions:
+            self.engine.complete(one.number, error)
 
     def send_rows(self, key: Key, indices: Tensor, rows: Tensor) -> Future[Rows]:
         """Sums of rows over the ranks. Returns at once; see ``Reducer.rows``."""
@@ -150,7 +201,7 @@ class Outbox:
         with self._lock:
             if self._failure is not None or self._closed:
                 return
-            self._failure = engine.text_of(error)
+            self._failure = text_of(error)
         _LOG.error("%s", error)
 
     def close(self) -> None:
@@ -159,18 +210,15 @@ class Outbox:
             self._closed = True
         self._at_end.cancel()
         self._reducer.close()
+        self.engine.stop(self._error("the store was closed", "what was on its way"))
 
-    def _arrived(self, error: BaseException | None, completion: Completion) -> None:
+    def _arrived(self, number: int, error: BaseException | None) -> None:
         if error is not None:
             self.fail(error)
-        completion(error)
-        self._end()
+        self.engine.complete(number, error)
 
-    def _end(self, count: int = 1) -> None:
-        with self._idle:
-            self._busy -= count
-            if self._busy == 0:
-                self._idle.notify_all()
+    def _error(self, reason: str, name: str) -> CommunicationError:
+        return CommunicationError(reason, rank=self._reducer.rank, operation="push", tensor=name)
 
     def _note(self, future: Future[Any]) -> None:
         error = future.exception()
@@ -178,21 +226,13 @@ class Outbox:
             self.fail(error)
 
     def _skipped(self, name: str, unfilled: NDArray) -> None:
-        self._end(2)
         with self._lock:
             known = self._failure is not None or self._closed
         if known:
             return
         self._unfilled = unfilled
-        self.fail(
-            CommunicationError(
-                "MXNet did not run it, because an operator failed before",
-                rank=self._reducer.rank,
-                operation="push",
-                tensor=name,
-            )
-        )
-        # Closing joins threads, for which this one, MXNet's, must not wait.
+        self.fail(self._error("MXNet did not run it, because an operator failed before", name))
+        # Closing joins threads, which must not wait for this one.
         threading.Thread(target=self._reducer.close, name="hybridpar-skipped", daemon=True).start()
 
     def finish(self, wait: bool) -> None:
@@ -204,8 +244,7 @@ class Outbox:
 
     def await_idle(self) -> None:
         """Return when nothing that was sent is in MXNet's engine any more, whether it arrived or failed."""
-        with self._idle:
-            self._idle.wait_for(lambda: self._busy == 0)
+        self.engine.wait_idle()
 
 
 class _Group:

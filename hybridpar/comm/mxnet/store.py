@@ -28,14 +28,14 @@ from hybridpar.comm.agreement import check_same_settings, together
 from hybridpar.comm.group import DEFAULT_TIMEOUT, Group
 from hybridpar.comm.kvstore.compression import Compression, compression
 from hybridpar.comm.kvstore.default import default_group
-from hybridpar.comm.kvstore.keys import pairs
 from hybridpar.comm.kvstore.names import kind_of, op_of
-from hybridpar.comm.kvstore.reducer import Reducer, name_of
+from hybridpar.comm.kvstore.reducer import ReduceOp, Reducer, name_of
 from hybridpar.comm.kvstore.updater import describe_optimizer
 from hybridpar.comm.mxnet.arrays import SPARSE, NDArray, merged_rows
 from hybridpar.comm.mxnet.engine import check_engine
 from hybridpar.comm.mxnet.entry import Entry, Updater, updater_of
-from hybridpar.comm.mxnet.outbox import Outbox, Push
+from hybridpar.comm.mxnet.outbox import Outbox
+from hybridpar.comm.mxnet.small import Given, SmallArrays, given_of
 from hybridpar.comm.mxnet.table import Table, check_dense, row_numbers
 from hybridpar.comm.timeline.timeline import Timeline
 
@@ -103,6 +103,7 @@ class KVStore(mxnet.kvstore.KVStore):  # type: ignore[misc]
         self._reducer = Reducer(self._group, timeout=timeout, stall_seconds=stall_seconds, timeline=timeline)
         self._outbox = Outbox(self._reducer)
         self._table = Table()
+        self._small = SmallArrays(self._table, self._outbox, self._settle)
         self._updater: Updater | None = None
         self._compression: Compression | None = None
         self._warned = False
@@ -152,7 +153,7 @@ class KVStore(mxnet.kvstore.KVStore):  # type: ignore[misc]
             new = together(self._group, lambda: self._table.new(key, value, not param_only))
             self._reducer.init_many([entry.key for entry, _ in new], [buffer.tensor for _, buffer in new])
             for entry, _ in new:
-                entry.fill()
+                entry.begin()
             self._table.add([entry for entry, _ in new])
 
     def push(self, key: Any, value: Any, priority: int = 0, *, op: object = "sum") -> None:
@@ -173,10 +174,17 @@ class KVStore(mxnet.kvstore.KVStore):  # type: ignore[misc]
             StoreError: an earlier push failed.
         """
         self._outbox.check()
-        how = op_of(op)
+        how, given = op_of(op), given_of(key, value, "push")
+        small = self._small.find(given, one_each=True) if self._goes_as_it_is(how) else None
+        if small is None:
+            self._push(given, priority, how)
+        else:
+            self._small.push(small, self._updater, how, priority)
+
+    def _push(self, given: Given, priority: int, how: ReduceOp) -> None:
         with mxnet.autograd.pause():
             pushes = []
-            for one, values in pairs(key, value, "push"):
+            for one, values in given:
                 entry = self._table[one]
                 arrays, sparse = entry.checked(values, "push")
                 compressed = self._compression if entry.updates and not sparse else None
@@ -188,10 +196,14 @@ class KVStore(mxnet.kvstore.KVStore):  # type: ignore[misc]
                     entry.await_rows(self._outbox.send_rows(entry.key, *merged_rows(arrays)))
                     continue
                 self._settle(entry)
-                dense.append((entry, Push(entry.key, entry.merge(arrays, how), compressed)))
+                dense.append((entry, entry.merge(arrays, how, compressed, self._updater)))
             self._outbox.send([push for _, push in dense], op=how, priority=priority)
             for entry, push in dense:
                 entry.apply(push.buffer, self._updater)
+
+    def _goes_as_it_is(self, how: ReduceOp) -> bool:
+        """Whether nothing about a plain value of its key can be refused, and it needs no compression."""
+        return how != "mean" and self._compression is None
 
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write what is stored into ``out``, after all pushes of these keys. Returns at once, but for rows.
@@ -209,9 +221,17 @@ class KVStore(mxnet.kvstore.KVStore):  # type: ignore[misc]
         if out is None:
             raise ValueError("pull: expected out, the arrays to be filled, got None")
         self._outbox.check()
+        given = given_of(key, out, "pull")
+        small = self._small.find(given, one_each=False)
+        if small is None:
+            self._pull(given, ignore_sparse)
+        else:
+            self._small.pull(small)
+
+    def _pull(self, given: Given, ignore_sparse: bool) -> None:
         with mxnet.autograd.pause():
             pulls = []
-            for one, outs in pairs(key, out, "pull"):
+            for one, outs in given:
                 entry = self._table[one]
                 arrays = [entry.checked_out(array, "pull") for array in outs]
                 pulls.append((entry, [array for array in arrays if not self._is_ignored(array, entry, ignore_sparse)]))
@@ -226,11 +246,23 @@ class KVStore(mxnet.kvstore.KVStore):  # type: ignore[misc]
         Raises:
             TypeError: row_sparse values, which MXNet does not take here either: use push and row_sparse_pull.
         """
-        outs = value if out is None else out
-        check_dense(key, value, "value")
-        check_dense(key, outs, "out")
-        self.push(key, value, priority, op=op)
-        self.pull(key, outs, priority)
+        self._outbox.check()
+        how, values = op_of(op), given_of(key, value, "pushpull")
+        pushed = self._small.find(values, one_each=True) if self._goes_as_it_is(how) else None
+        in_place = pushed is not None and len(pushed) == 1 and (out is None or out is value)
+        if pushed is not None and in_place and pushed[0][0].is_replaced(self._updater):
+            self._small.push(pushed, None, how, priority, in_place=True)
+            return
+        outs = values if out is None else given_of(key, out, "pushpull")
+        pulled = self._small.find(outs, one_each=False)
+        if pushed is None or pulled is None:
+            check_dense(values, "value")
+            check_dense(outs, "out")
+            self._push(values, priority, how)
+            self._pull(outs, ignore_sparse=True)
+        else:
+            self._small.push(pushed, self._updater, how, priority)
+            self._small.pull(pulled)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """Collective: ``init``, then ``pull`` into ``out``: the values of rank 0."""
@@ -254,16 +286,7 @@ class KVStore(mxnet.kvstore.KVStore):  # type: ignore[misc]
         if out is None or row_ids is None:
             raise ValueError("row_sparse_pull: expected out and row_ids, got None")
         self._outbox.check()
-        asked = []
-        for one, outs in pairs(key, out, "row_sparse_pull"):
-            entry = self._table[one]
-            for array in (entry.checked_out(array, "row_sparse_pull") for array in outs):
-                if not entry.sparse or array.stype != SPARSE:
-                    raise TypeError(
-                        f"row_sparse_pull of {name_of(one)}: expected a key and an out that are row_sparse, got a "
-                        f"dense {'out' if entry.sparse else 'key'}; use pull"
-                    )
-                asked.append((entry, array))
+        asked = self._table.sparse_outs(key, out)
         with mxnet.autograd.pause():
             numbers = row_numbers(row_ids, [entry.value.shape[0] for entry, _ in asked])
             for (entry, array), rows in zip(asked, numbers, strict=True):

@@ -37,6 +37,25 @@ class Table:
         """Made by ``new``."""
         self._entries |= {entry.key: entry for entry in entries}
 
+    def sparse_outs(self, keys: Any, outs: Any) -> list[tuple[Entry, NDArray]]:
+        """Of a call of row_sparse_pull, each out with its entry.
+
+        Raises:
+            ValueError: an unknown key, or an out of another shape.
+            TypeError: a dense key or out.
+        """
+        found = []
+        for key, arrays in pairs(keys, outs, "row_sparse_pull"):
+            entry = self[key]
+            for array in (entry.checked_out(array, "row_sparse_pull") for array in arrays):
+                if not entry.sparse or array.stype != SPARSE:
+                    raise TypeError(
+                        f"row_sparse_pull of {name_of(key)}: expected a key and an out that are row_sparse, got a "
+                        f"dense {'out' if entry.sparse else 'key'}; use pull"
+                    )
+                found.append((entry, array))
+        return found
+
     def new(self, keys: Any, values: Any, updates: bool) -> list[tuple[Entry, Buffer]]:
         """Entries for new keys, and buffers with the values that were given for them.
 
@@ -62,9 +81,9 @@ class Table:
         return made
 
 
-def check_dense(keys: Any, arrays: Any, what: str) -> None:
+def check_dense(given: Sequence[tuple[Key, list[Any]]], what: str) -> None:
     """Raises TypeError where an array of a pushpull is row_sparse, or no NDArray."""
-    for key, values in pairs(keys, arrays, "pushpull"):
+    for key, values in given:
         name = f"pushpull of {name_of(key)}"
         if any(classic(array, name).stype == SPARSE for array in values):
             raise TypeError(

@@ -97,6 +97,59 @@ def check_pull_without_out_raises() -> None:
     wrong(ValueError, "expected out", lambda: kv.row_sparse_pull("w", row_ids=mx.nd.array([0])))
 
 
+def check_pushes_of_one_key_travel_in_the_order_of_the_program() -> None:
+    """Their values are computed in another order, which differs between the ranks."""
+    kv = store()
+    kv.init("w", mx.nd.zeros((1000,)))
+    slow = mx.nd.ones((700, 700)) / 700
+    quick = [mx.nd.full((1000,), number) for number in range(4)]
+    outs = [mx.nd.zeros((1000,)) for _ in range(4)]
+    mx.nd.waitall()
+    for number, (value, out) in enumerate(zip(quick, outs, strict=True)):
+        if number % 2 == kv.rank:
+            for _ in range(4):
+                slow = mx.nd.dot(slow, slow)
+            value = value + slow.reshape((-1,))[:1000] * 0
+        kv.push("w", value)
+        kv.pull("w", out)
+    assert [out.asnumpy().tolist() for out in outs] == [[2.0 * number] * 1000 for number in range(4)]
+
+
+def check_pushpull_in_place_leaves_the_sum_in_the_array_and_in_the_store() -> None:
+    kv = store()
+    shapes = [(5,), (1 << 18,), ((1 << 18) + 1,), (3, 4)]  # small ones of one dimension, and others
+    kv.init(list(range(len(shapes))), [mx.nd.zeros(shape) for shape in shapes])
+    for step in range(1, 4):
+        for key, shape in enumerate(shapes):
+            values = [mx.nd.full(shape, step + kv.rank) for _ in range(3)]
+            kv.pushpull(key, values[0])
+            kv.pushpull(key, [values[1]], out=[values[1]])
+            kv.pushpull(key, values[2], out=values[2])
+            stored = mx.nd.zeros(shape)
+            kv.pull(key, stored)
+            for array in (*values, stored):
+                assert (array.asnumpy() == 2 * step + 1).all(), (step, shape)
+            values[2][:] = -1
+            kv.pull(key, stored)
+            assert (stored.asnumpy() == 2 * step + 1).all(), "what is stored is a copy"
+
+
+def check_parts_of_one_array_are_pushed_and_filled_in_one_call() -> None:
+    kv = store()
+    kv.init([0, 1, 2], [mx.nd.zeros((4,))] * 3)
+    whole, out = mx.nd.arange(12), mx.nd.zeros((12,))
+    parts, outs = ([array[4 * k : 4 * k + 4] for k in range(3)] for array in (whole, out))
+    kv.push([0, 1, 2], parts)
+    kv.pull([0, 1, 2], outs)
+    assert (out.asnumpy() == 2 * np.arange(12)).all()
+    kv.pushpull([0, 1, 2], parts, out=outs)
+    kv.pushpull(0, parts[0], out=outs[1])
+    kv.pushpull([0, 1, 2], parts)
+    kv.pushpull([0, 1], [parts[2], parts[2]], out=[[outs[0], outs[1]], outs[2]])
+    assert (whole.asnumpy() == 2 * np.arange(12)).all()
+    assert (out.asnumpy() == np.tile(4 * np.arange(8, 12), 3)).all()
+
+
 def check_the_priority_of_a_push_reaches_the_reducer() -> None:
     kv = store()
     kv.init([0, 1], [filled(0)] * 2)
@@ -104,7 +157,7 @@ def check_the_priority_of_a_push_reaches_the_reducer() -> None:
     submit = kv._reducer.submit_many
 
     def recorded(keys: Any, tensors: Any, **terms: Any) -> Any:
-        seen.extend((key, terms["priority"]) for key in keys)
+        seen.extend(zip(keys, terms["priority"], strict=True))
         return submit(keys, tensors, **terms)
 
     kv._reducer.submit_many = recorded

@@ -324,7 +324,7 @@ def check_trap_7_what_a_trainer_calls_dense_and_sparse() -> None:
     dense = [place for place, one in enumerate(trainer._params) if one._grad_stype == "default"]
     (sparse,) = {0, 1, 2} - set(dense)
     once = [("broadcast", key, 0) for key in range(3)]
-    twice = [(call, key, -key) for key in dense for call in ("pushpull", "push default")]
+    twice = [("pushpull", key, -key) for key in dense]
     twice.append(("push row_sparse", sparse, -sparse))
     assert sorted(calls) == sorted(once + 2 * twice), calls
     weights = np.concatenate([parameter.data().asnumpy().ravel() for parameter in trainer._params])
