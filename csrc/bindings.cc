@@ -283,7 +283,8 @@ void bind_engine_inbox(nb::module_ &module) {
             },
             "numbers"_a, "error"_a)
         .def(
-            "wait_idle", [](EngineInbox &self) { self.wait_idle(); }, nb::call_guard<nb::gil_scoped_release>())
+            "wait_idle", [](EngineInbox &self, double seconds) { return self.wait_idle(seconds); }, "seconds"_a,
+            nb::call_guard<nb::gil_scoped_release>())
         .def(
             "stop", [](EngineInbox &self, const std::string &why) { self.stop(why); }, "why"_a,
             nb::call_guard<nb::gil_scoped_release>());

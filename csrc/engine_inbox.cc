@@ -1,5 +1,6 @@
 #include "engine_inbox.h"
 
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
@@ -173,7 +174,7 @@ void give(const std::shared_ptr<EngineInbox::State> &state, EngineApi::Run funct
             state->api.free(copy.handle);
         throw;
     }
-    // From here on it is the engine's, which deletes it whatever happens.
+    // From here on it is the engine's, which deletes it.
     state->require(state->api.push(function, ticket.release(), discard, kHost, terms.reads.data(),
                                    static_cast<int>(terms.reads.size()), terms.writes.data(),
                                    static_cast<int>(terms.writes.size()), &kCpuPrioritized, terms.priority,
@@ -250,9 +251,10 @@ std::size_t EngineInbox::complete(const std::vector<std::int64_t> &numbers, cons
     return found.size();
 }
 
-void EngineInbox::wait_idle() {
+bool EngineInbox::wait_idle(double seconds) {
     std::unique_lock<std::mutex> lock(state_->mutex);
-    state_->idle.wait(lock, [&] { return state_->inside == 0; });
+    const std::chrono::duration<double> limit(seconds);
+    return state_->idle.wait_for(lock, limit, [&] { return state_->inside == 0; });
 }
 
 void EngineInbox::stop(const std::string &why) {

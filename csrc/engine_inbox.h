@@ -76,8 +76,8 @@ class EngineInbox {
     // How many were there to be completed: those that have arrived and were not completed before.
     std::size_t complete(const std::vector<std::int64_t> &numbers, const char *error);
 
-    // Returns when no function with a number is in MXNet's engine.
-    void wait_idle();
+    // Whether no function with a number is in MXNet's engine, now or within this time.
+    bool wait_idle(double seconds);
 
     // From now on functions complete with this error as they run, and those that wait here do so now.
     void stop(const std::string &why);

@@ -128,8 +128,8 @@ class EngineInbox:
     def complete(self, numbers: list[int], error: str) -> int:
         """With an error, if it is not empty. How many of them had run and were not completed before."""
 
-    def wait_idle(self) -> None:
-        """Returns when no function with a number is in the engine."""
+    def wait_idle(self, seconds: float) -> bool:
+        """Whether no function with a number is in the engine, now or within this time."""
 
     def stop(self, why: str) -> None:
         """From now on functions complete with this error as they run, and those that wait do so now."""

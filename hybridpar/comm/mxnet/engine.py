@@ -57,6 +57,7 @@ _LOG = logging.getLogger(__name__)
 _RELEASES = "1.9."
 _INT32 = 1 << 31
 _END_SECONDS = 5.0
+_BETWEEN_SIGNALS = 0.1
 # In the order of EngineApi (csrc/engine_inbox.h).
 _FUNCTIONS = (
     "MXEnginePushAsyncND", "MXShallowCopyNDArray", "MXNDArrayFree", "MXNDArrayToDLPack", "MXNDArrayCallDLPackDeleter",
@@ -161,7 +162,8 @@ class Engine:
         receive = self._receive()
         assert receive is not None
         number = next(self._numbers)
-        self._loads[number] = (receive, load)
+        if self._finalizer.alive:
+            self._loads[number] = (receive, load)
         self._inbox.push(
             number, [array.handle.value for array in reads], [array.handle.value for array in writes],
             list(copied), back, _clamped(priority), name,
@@ -182,7 +184,8 @@ class Engine:
 
     def wait_idle(self) -> None:
         """Return when all functions have been completed, or skipped, and the engine is done with them."""
-        self._inbox.wait_idle()
+        while not self._inbox.wait_idle(_BETWEEN_SIGNALS):
+            pass
 
     def stop(self, error: BaseException) -> None:
         """Functions that are not complete are completed with this error, now and whenever they run."""

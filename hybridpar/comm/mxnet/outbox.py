@@ -54,6 +54,9 @@ from hybridpar.comm.mxnet.engine import Arrival, Engine, StoreError, text_of
 
 _LOG = logging.getLogger(__name__)
 BYTES_TOGETHER = 1 << 20
+_NOT_PLAIN = (
+    "expected values in plain order, which a view of an array of several dimensions may lack; push a copy of it: "
+)
 _LAST_STEPS_SECONDS = 0.002  # in which threads of the engine come out of functions that have ended
 
 
@@ -143,7 +146,7 @@ class Outbox:
             if not one.ran:
                 self._skipped(load.name, load.pushes[0].buffer.array)
             elif one.problem:
-                self._refuse([one], self._error(f"its values could not be read: {one.problem}", load.name))
+                self._refuse([one], self._error(_NOT_PLAIN + one.problem, load.name))
             elif load.pushes[0].compression is not None:
                 self._submit([one], load.op)
             else:
@@ -169,6 +172,9 @@ class Outbox:
         left = iter(futures)
         for one in ready:
             count = len(one.load.pushes)
+            if count == 1:
+                next(left).add_done_callback(partial(self._arrived_alone, one.number))
+                continue
             arrived = _Group(count, partial(self._arrived, one.number)).arrived
             for future in islice(left, count):
                 future.add_done_callback(arrived)
@@ -211,6 +217,9 @@ class Outbox:
         self._at_end.cancel()
         self._reducer.close()
         self.engine.stop(self._error("the store was closed", "what was on its way"))
+
+    def _arrived_alone(self, number: int, future: Future[Any]) -> None:
+        self._arrived(number, future.exception())
 
     def _arrived(self, number: int, error: BaseException | None) -> None:
         if error is not None:

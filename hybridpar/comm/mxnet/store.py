@@ -4,7 +4,8 @@
 The ranks' engines run operators in different orders, so a push must not keep any thread waiting for another rank. It
 is three things in MXNet's engine, in this order because of the buffer that they share: operators that copy the values
 into it and add those of several devices; a function that hands it to the reducer and returns at once, while the
-buffer stays taken until the sum has arrived; and the operators of the updater. A pull is a copy of what is stored. The
+buffer stays taken until the sum has arrived; and the operators of the updater. (The function itself copies a value that
+is small: Note [small keys].) A pull is a copy of what is stored. The
 reducer combines what is ready everywhere, in any order. So no rank ever waits for a push while it holds back another
 one. The updater is called by the script's thread, in program order, so that counts and schedules are the same on every
 rank; its operators run when the sum is there.
@@ -17,7 +18,6 @@ its key: always at the same place of the program, so that every rank applies the
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,15 @@ from hybridpar.comm.group import DEFAULT_TIMEOUT, Group
 from hybridpar.comm.kvstore.compression import Compression, compression
 from hybridpar.comm.kvstore.default import default_group
 from hybridpar.comm.kvstore.names import kind_of, op_of
-from hybridpar.comm.kvstore.reducer import ReduceOp, Reducer, name_of
+from hybridpar.comm.kvstore.reducer import ReduceOp, Reducer
 from hybridpar.comm.kvstore.updater import describe_optimizer
-from hybridpar.comm.mxnet.arrays import SPARSE, NDArray, merged_rows
 from hybridpar.comm.mxnet.engine import check_engine
 from hybridpar.comm.mxnet.entry import Entry, Updater, updater_of
+from hybridpar.comm.mxnet.operators import AnyArrays
 from hybridpar.comm.mxnet.outbox import Outbox
-from hybridpar.comm.mxnet.small import Given, SmallArrays, given_of
+from hybridpar.comm.mxnet.small import SmallArrays, given_of
 from hybridpar.comm.mxnet.table import Table, check_dense, row_numbers
 from hybridpar.comm.timeline.timeline import Timeline
-
-_LOG = logging.getLogger(__name__)
 
 
 def create(
@@ -103,10 +101,10 @@ class KVStore(mxnet.kvstore.KVStore):  # type: ignore[misc]
         self._reducer = Reducer(self._group, timeout=timeout, stall_seconds=stall_seconds, timeline=timeline)
         self._outbox = Outbox(self._reducer)
         self._table = Table()
+        self._any = AnyArrays(self._table, self._outbox, self._settle)
         self._small = SmallArrays(self._table, self._outbox, self._settle)
         self._updater: Updater | None = None
         self._compression: Compression | None = None
-        self._warned = False
 
     def __del__(self) -> None:
         """The base class would free a handle here."""
@@ -177,29 +175,9 @@ class KVStore(mxnet.kvstore.KVStore):  # type: ignore[misc]
         how, given = op_of(op), given_of(key, value, "push")
         small = self._small.find(given, one_each=True) if self._goes_as_it_is(how) else None
         if small is None:
-            self._push(given, priority, how)
+            self._any.push(given, self._updater, self._compression, how, priority)
         else:
             self._small.push(small, self._updater, how, priority)
-
-    def _push(self, given: Given, priority: int, how: ReduceOp) -> None:
-        with mxnet.autograd.pause():
-            pushes = []
-            for one, values in given:
-                entry = self._table[one]
-                arrays, sparse = entry.checked(values, "push")
-                compressed = self._compression if entry.updates and not sparse else None
-                entry.check_terms(sparse, how, compressed)
-                pushes.append((entry, arrays, sparse, compressed))
-            dense = []
-            for entry, arrays, sparse, compressed in pushes:
-                if sparse:
-                    entry.await_rows(self._outbox.send_rows(entry.key, *merged_rows(arrays)))
-                    continue
-                self._settle(entry)
-                dense.append((entry, entry.merge(arrays, how, compressed, self._updater)))
-            self._outbox.send([push for _, push in dense], op=how, priority=priority)
-            for entry, push in dense:
-                entry.apply(push.buffer, self._updater)
 
     def _goes_as_it_is(self, how: ReduceOp) -> bool:
         """Whether nothing about a plain value of its key can be refused, and it needs no compression."""
@@ -224,21 +202,9 @@ class KVStore(mxnet.kvstore.KVStore):  # type: ignore[misc]
         given = given_of(key, out, "pull")
         small = self._small.find(given, one_each=False)
         if small is None:
-            self._pull(given, ignore_sparse)
+            self._any.pull(given, ignore_sparse=ignore_sparse)
         else:
             self._small.pull(small)
-
-    def _pull(self, given: Given, ignore_sparse: bool) -> None:
-        with mxnet.autograd.pause():
-            pulls = []
-            for one, outs in given:
-                entry = self._table[one]
-                arrays = [entry.checked_out(array, "pull") for array in outs]
-                pulls.append((entry, [array for array in arrays if not self._is_ignored(array, entry, ignore_sparse)]))
-            for entry, arrays in pulls:
-                self._settle(entry)
-                for array in arrays:
-                    entry.write(array)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, op: object = "sum") -> None:
         """``push``, then ``pull`` into ``out``, or into ``value`` itself.
@@ -258,8 +224,8 @@ class KVStore(mxnet.kvstore.KVStore):  # type: ignore[misc]
         if pushed is None or pulled is None:
             check_dense(values, "value")
             check_dense(outs, "out")
-            self._push(values, priority, how)
-            self._pull(outs, ignore_sparse=True)
+            self._any.push(values, self._updater, self._compression, how, priority)
+            self._any.pull(outs, ignore_sparse=True)
         else:
             self._small.push(pushed, self._updater, how, priority)
             self._small.pull(pulled)
@@ -319,7 +285,7 @@ class KVStore(mxnet.kvstore.KVStore):  # type: ignore[misc]
             raise TypeError(
                 f"_set_updater: expected a function of key, gradient and weight, got {type(updater).__name__}"
             )
-        self._settle_all()
+        self.wait()  # pushes without it come first, see Note [one push after the other]
         self._updater = updater
 
     def save_optimizer_states(self, fname: str | Path, dump_optimizer: bool = False) -> None:
@@ -406,16 +372,6 @@ class KVStore(mxnet.kvstore.KVStore):  # type: ignore[misc]
         self._outbox.check()
         for entry in self._table:
             self._settle(entry)
-
-    def _is_ignored(self, array: NDArray, entry: Entry, ignore: bool) -> bool:
-        if array.stype != SPARSE:
-            return False
-        if not ignore:
-            raise TypeError(f"pull of {name_of(entry.key)}: expected a dense out; use row_sparse_pull for others")
-        if not self._warned:
-            self._warned = True
-            _LOG.warning("pull of %s: a row_sparse out is left as it is; use row_sparse_pull", name_of(entry.key))
-        return True
 
     def _needed_updater(self, operation: str) -> Any:
         if not isinstance(self._updater, mxnet.optimizer.Updater):

@@ -188,8 +188,14 @@ def test_of_what_is_agreed_together_the_highest_priority_arrives_first() -> None
             arrived: list[int] = []
             gate = threading.Event()
             engine.submit(0, torch.ones(2)).add_done_callback(lambda _, gate=gate: gate.wait(30))  # type: ignore[misc]
-            for index in [4, 2, 3, 5, 1] if group.rank else [1, 2, 3, 4, 5]:
-                future = engine.submit(index, torch.ones(2), priority=priority[group.rank][index])
+            own = priority[group.rank]
+            order = [4, 2, 3, 5, 1] if group.rank else [1, 2, 3, 4, 5]
+            if group.rank:
+                futures = [engine.submit(index, torch.ones(2), priority=own[index]) for index in order]
+            else:
+                tensors = [torch.ones(2) for _ in order]
+                futures = engine.submit_many(order, tensors, priority=[own[index] for index in order])
+            for index, future in zip(order, futures, strict=True):
                 future.add_done_callback(lambda _, index=index, to=arrived: to.append(index))  # type: ignore[misc]
             gate.set()
             engine.wait_all()

@@ -76,7 +76,7 @@ def check_pull_leaves_a_row_sparse_out_alone_and_says_so() -> None:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("hybridpar.comm.mxnet.store").addHandler(handler)
+    logging.getLogger("hybridpar.comm.mxnet.operators").addHandler(handler)
     kv.pull("rows", out)
     assert out.asnumpy()[3, 0] == 7 and "row_sparse_pull" in records[0].getMessage()
     wrong(TypeError, "expected a dense out; use row_sparse_pull", lambda: kv.pull("rows", out, ignore_sparse=False))
