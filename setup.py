@@ -11,9 +11,7 @@ import nanobind
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = [
-    f"csrc/{name}.cc" for name in ("bindings", "board", "engine_inbox", "pack", "reduce", "shm", "shm_buckets")
-]
+SOURCES = [f"csrc/{name}.cc" for name in ("bindings", "board", "engine_inbox", "pack", "reduce", "shm", "shm_buckets")]
 HEADERS = [
     f"csrc/{name}.h"
     for name in ("board", "check", "clones", "engine_inbox", "pack", "ranges", "reduce", "shm", "types")
