@@ -8,7 +8,8 @@ error only once, and what was stored is no longer the same on every rank, so a s
 it is logged when it happens.
 
 If an operator of this rank fails before a buffer is filled, the other ranks would wait for values that never come. So
-the engine's word that it skipped a push ends the store's communication, and the other ranks fail too.
+the engine's word that it skipped a push ends the store's communication, and the other ranks fail too. That word comes
+through the inbox: the array that the operator should have written may tell of its error a moment before the store.
 
 # Note [small keys]
 A function of the engine costs more than a small sum. So the keys of one call that lie side by side are sent by one

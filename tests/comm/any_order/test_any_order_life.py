@@ -230,6 +230,7 @@ def test_a_forked_child_is_refused_and_can_end() -> None:
 
 
 PROGRAM = """
+import time
 import torch, hybridpar as hp
 from hybridpar.comm.any_order.engine import AnyOrderEngine
 torch.set_num_threads(1)
@@ -240,6 +241,8 @@ for engine in engines:
     assert engine.submit(0, torch.ones(2)).result().tolist() == [2, 2]
 if shared.rank == 0:
     engines[0].submit(1, torch.ones(2))
+else:
+    time.sleep(2)  # so that the other one ends first
 print("the end", flush=True)
 """
 
