@@ -101,7 +101,7 @@ def test_parameters_after_20_steps_equal_those_of_mxnets_servers(
     trained: Callable[[int], Path], case: str, workers: int, tmp_path: Path
 ) -> None:
     """Ours give the same bits in every run. With the optimizer on 4 workers about half the runs of MXNet's servers lead
-    one of their own workers astray: what two of their runs agree on counts.
+    one of their own workers astray, so that they no longer hold the same weights: such a run shows nothing.
     """
     ours = load(trained(workers), case, workers)
     seen: list[Parameters] = []
@@ -113,10 +113,10 @@ def test_parameters_after_20_steps_equal_those_of_mxnets_servers(
         # Sums of floats in another order, carried through 20 steps, most of them with momentum.
         if apart(ours, theirs) < CLOSE:
             return
-        # Where one of their workers went astray values may be NaN, which is close to nothing.
-        agreed = [earlier for earlier in seen if apart(earlier, theirs) < CLOSE]
-        assert not agreed, f"{case}: MXNet's servers agree on other values"
-        seen.append(theirs)
+        if apart(theirs, [theirs[0]] * workers) < CLOSE:
+            agreed = [earlier for earlier in seen if apart(earlier, theirs) < CLOSE]
+            assert not agreed, f"{case}: MXNet's servers agree on other values"
+            seen.append(theirs)
     pytest.fail(f"{case}: six runs with MXNet's servers, all different from each other and from ours")
 
 
