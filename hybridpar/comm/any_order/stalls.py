@@ -44,7 +44,10 @@ class Inquiry:
         """The status of each other rank: None where it does not answer, {} where it has no such engine any more."""
         if self._watch is None:
             return dict.fromkeys(self.others)
-        answers = self._watch.ask(self.others)
+        try:
+            answers = self._watch.ask(self.others)
+        except RuntimeError:  # the interpreter is going down, and has no threads for asking any more
+            return dict.fromkeys(self.others)
         return {
             rank: None if (answer := answers.get(rank)) is None else answer.get(self._key, {}) for rank in self.others
         }

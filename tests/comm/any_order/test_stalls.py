@@ -6,7 +6,7 @@ import logging
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 import hybridpar as hp
 import hybridpar.comm.any_order.engine as module
 from hybridpar.comm.any_order.engine import AnyOrderEngine
+from hybridpar.comm.any_order.stalls import Inquiry
 from tests.comm.lanes.board import Board
 from tests.ranks import run_program, run_threads
 
@@ -186,6 +187,7 @@ def test_what_goes_wrong_inside_reaches_every_rank() -> None:
 PROGRAM = """
 import os, signal, time, torch, hybridpar as hp
 from hybridpar.comm.any_order.engine import AnyOrderEngine
+from hybridpar.comm.any_order.stalls import Inquiry
 torch.set_num_threads(1)
 shared = hp.init(timeout=20)
 engines = [AnyOrderEngine(group, stall_seconds=0.5) for group in (shared, hp.Group.from_torch(shared_memory=False))]
@@ -226,3 +228,17 @@ def test_a_killed_rank_is_named_and_so_is_the_tensor_that_waited() -> None:
         assert outputs[rank][0].count(f"<{rank} tail at once>") == 2, outputs[rank]
     text = r"stem: submitted by ranks 0, 2; waited for [\d.]+ s; not by rank 1"
     assert len(re.findall(text, outputs[0][1])) >= 2, outputs[0]
+
+
+def test_nothing_is_known_of_the_others_while_the_interpreter_is_going_down() -> None:
+    """Whoever waits for a sum must be told that it will not come, whatever can still be found out."""
+
+    class ClosedPool:
+        def set_status(self, key: str, status: object) -> None: ...
+
+        def ask(self, ranks: Sequence[int]) -> dict[int, Any]:
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    inquiry = Inquiry(ClosedPool(), "engine", [0, 1, 2], 1)
+    assert inquiry.ask() == {0: None, 2: None}
+    assert inquiry.reasons() == ""

@@ -215,10 +215,8 @@ assert asker.gone([0]) == {}, asker.gone([0])
 """
 
 
-def _run(program: str) -> str:
-    """Returns what the program printed."""
-    command = [sys.executable, "-c", _HOST + program]
-    return subprocess.run(command, cwd=Path.cwd(), check=True, timeout=60, stdout=subprocess.PIPE, text=True).stdout
+def _run(program: str) -> None:
+    subprocess.run([sys.executable, "-c", _HOST + program], cwd=Path.cwd(), check=True, timeout=60)
 
 
 def test_it_answers_again_after_a_moment_without_file_descriptors() -> None:
@@ -250,15 +248,3 @@ assert os.waitpid(process, 0)[1] == 0
 time.sleep(0.2)
 assert asker.gone([0]) == {{}}, asker.gone([0])
 """)
-
-
-def test_it_asks_while_the_interpreter_is_going_down() -> None:
-    """Pools of threads are closed by then, but a rank may still wait for its last sums."""
-    said = _run("""
-import atexit
-from concurrent.futures import ThreadPoolExecutor
-
-ThreadPoolExecutor(1).submit(time.sleep, 0).result()  # so that the interpreter closes pools before this runs
-atexit.register(lambda: print("asked", asker.gone([0]), flush=True))
-""")
-    assert said == "asked {}\n"
