@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridpar.comm.kvstore.arrays import is_array
-from hybridpar.comm.kvstore.reducer import Key
+from hybridpar.comm.kvstore.reducer import Key, name_of
 from hybridpar.comm.kvstore.sparse import RowSparse
 
 
@@ -36,6 +36,31 @@ def pairs(keys: Any, values: Any, what: str) -> list[tuple[Key, list[Any]]]:
             )
         grouped.setdefault(key, []).append(value)
     return list(grouped.items())
+
+
+def new_pairs(keys: Any, values: Any, known: Mapping[Key, object]) -> list[tuple[Key, Any]]:
+    """Every key of a call that initialises it, with its one value.
+
+    Args:
+        keys, values: as for ``pairs``.
+        known: what the store has by key so far.
+
+    Raises:
+        ValueError: a key is known, or comes twice; see also ``pairs``.
+        TypeError: int and str keys in one store; see also ``pairs``.
+    """
+    found = []
+    example = next(iter(known), None)
+    for key, arrays in pairs(keys, values, "init"):
+        if key in known or len(arrays) > 1:
+            raise ValueError(f"init: {name_of(key)} is initialised already; every key is initialised once")
+        if example is not None and type(key) is not type(example):
+            raise TypeError(
+                f"init: expected keys of one type in a store, got {example!r} and {key!r}; use all int or all str "
+                "keys, or another store"
+            )
+        found.append((key, arrays[0]))
+    return found
 
 
 def is_value(value: object) -> bool:

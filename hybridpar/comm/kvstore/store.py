@@ -15,7 +15,7 @@ from hybridpar.comm.kvstore.arrays import Array, as_tensor, library_of, wait_to_
 from hybridpar.comm.kvstore.compression import Compression, TwoBit, compression
 from hybridpar.comm.kvstore.default import default_group
 from hybridpar.comm.kvstore.entry import Entry
-from hybridpar.comm.kvstore.keys import pairs
+from hybridpar.comm.kvstore.keys import new_pairs, pairs
 from hybridpar.comm.kvstore.names import Kind, kind_of, op_of
 from hybridpar.comm.kvstore.reducer import Key, ReduceOp, Reducer, name_of
 from hybridpar.comm.kvstore.sparse import RowSparse, as_rows, is_sparse, row_numbers
@@ -303,18 +303,7 @@ class KVStore:
         return f"KVStore({self.type!r}, rank={self.rank}, num_workers={self.num_workers}, keys={len(self._entries)})"
 
     def _new_entries(self, keys: Any, values: Any, updates: bool) -> list[Entry]:
-        entries = []
-        known = next(iter(self._entries), None)
-        for key, arrays in pairs(keys, values, "init"):
-            if key in self._entries or len(arrays) > 1:
-                raise ValueError(f"init: {name_of(key)} is initialised already; every key is initialised once")
-            if known is not None and type(key) is not type(known):
-                raise TypeError(
-                    f"init: expected keys of one type in a store, got {known!r} and {key!r}; use all int or all str "
-                    "keys, or another store"
-                )
-            entries.append(self._new_entry(key, arrays[0], updates))
-        return entries
+        return [self._new_entry(one, array, updates) for one, array in new_pairs(keys, values, self._entries)]
 
     def _new_entry(self, key: Key, array: Array, updates: bool) -> Entry:
         sparse = is_sparse(array)

@@ -8,7 +8,7 @@ from typing import Any
 import mxnet
 import numpy as np
 
-from hybridpar.comm.kvstore.keys import pairs
+from hybridpar.comm.kvstore.keys import new_pairs, pairs
 from hybridpar.comm.kvstore.reducer import Key, name_of
 from hybridpar.comm.mxnet.arrays import SPARSE, Buffer, NDArray, classic
 from hybridpar.comm.mxnet.entry import Entry
@@ -64,16 +64,8 @@ class Table:
             TypeError: int and str keys, or not an NDArray.
         """
         made = []
-        known = next(iter(self._entries), None)
-        for key, arrays in pairs(keys, values, "init"):
-            if key in self._entries or len(arrays) > 1:
-                raise ValueError(f"init: {name_of(key)} is initialised already; every key is initialised once")
-            if known is not None and type(key) is not type(known):
-                raise TypeError(
-                    f"init: expected keys of one type in a store, got {known!r} and {key!r}; use all int or all str "
-                    "keys, or another store"
-                )
-            array = classic(arrays[0], f"init of {name_of(key)}")
+        for key, value in new_pairs(keys, values, self._entries):
+            array = classic(value, f"init of {name_of(key)}")
             buffer = Buffer(array)
             (array.tostype("default") if array.stype == SPARSE else array).copyto(buffer.array)
             buffer.array.wait_to_read()
