@@ -82,7 +82,7 @@ class AnyOrderEngine:
         key = group.broadcast_json(f"any order {secrets.token_hex(8)}")
         control, data = group.new_lane(), group.new_lane()
         rank = control.ranks[control.rank]
-        self._outstanding = Outstanding(rank, None if group.size == 1 else min(_PULSE_SECONDS, timeout / 4))
+        self._outstanding = Outstanding(rank, min(_PULSE_SECONDS, timeout / 4))
         inquiry = Inquiry(group.watch if watch is None else watch, key, control.ranks, rank)
         self._registered: list[Registered] = []
         # The threads hold all that they need but the engine, so that an abandoned engine is collected, and they end.
@@ -93,7 +93,7 @@ class AnyOrderEngine:
         self._traffic.start()
         if group.size > 1:
             threading.Thread(target=stalls.run, name="hybridpar-stalls", daemon=True).start()
-        self._finalizer = weakref.finalize(self, _abandon, self._outstanding, self._process)
+        self._finalizer = weakref.finalize(self, self._outstanding.drain)
         self._finalizer.atexit = False
         group.barrier()  # nobody asks for a status before all have published theirs
 
@@ -283,12 +283,6 @@ class AnyOrderEngine:
             found = sorted(map(str, devices))
             return ValueError(f"expected tensors on one device, got {found}; use an engine for each")
         return None
-
-
-def _abandon(outstanding: Outstanding, process: int) -> None:
-    """In a forked child the lock may be held by a thread that does not exist there."""
-    if os.getpid() == process:
-        outstanding.drain()
 
 
 class _Status:

@@ -65,10 +65,10 @@ class Outstanding:
 
     Args:
         rank: number of this rank in the job.
-        pulse_seconds: how long a rank with nothing to send stays away from negotiations; None means for ever.
+        pulse_seconds: how long a rank with nothing to send stays away from negotiations.
     """
 
-    def __init__(self, rank: int, pulse_seconds: float | None) -> None:
+    def __init__(self, rank: int, pulse_seconds: float) -> None:
         self.rank = rank
         self.names: list[str] = []
         self.registered: list[int] = []
@@ -168,11 +168,11 @@ class Outstanding:
         return self._closed or self.failure is not None
 
     def drain(self) -> None:
-        """Accept nothing more; end once all has arrived."""
-        with self._lock:
-            self._open = False
-            self._work.notify()
-            self._watching.notify()
+        """Accept nothing more; end once all has arrived, a pulse later at most.
+
+        Takes no lock, for the garbage collector calls this: on any thread, also on one that holds the lock already.
+        """
+        self._open = False
 
     def close(self) -> tuple[bool, bool]:
         """End now; what is outstanding fails.
@@ -304,7 +304,7 @@ class Outstanding:
             while not self._at_end():
                 if not self._queues:
                     self._unwatched = True
-                    self._watching.wait()
+                    self._watching.wait(self._pulse_seconds)  # what drains it wakes nobody
                     continue
                 heads = [queue[0] for queue in self._queues.values()]
                 heads.sort(key=lambda head: (head.patient, head.since))
@@ -315,6 +315,14 @@ class Outstanding:
                 del heads, oldest  # this thread must not keep what arrives meanwhile alive, nor whom its callbacks know
                 self._watching.wait(max(rest, _BETWEEN_LOOKS))
             return None
+
+    def await_end(self) -> bool:
+        """False if, some pulses after a drain, nothing travels and yet the communication thread has not come out."""
+        with self._lock:
+            while not self.ended:
+                if not self._watching.wait(2 * self._pulse_seconds) and not self._flying:
+                    return self.ended
+            return True
 
     def waits(self, submission: Submission) -> bool:
         """Whether it is still to be agreed on."""
@@ -353,7 +361,7 @@ class Outstanding:
         elif self._sleeps:
             self._work.notify()
 
-    def _pause(self) -> float | None:
+    def _pause(self) -> float:
         if self._is_idle():
             return self._pulse_seconds
         if self._fruitless_since is None:

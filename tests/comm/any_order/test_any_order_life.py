@@ -120,6 +120,42 @@ def test_threads_end_with_the_engine_and_an_abandoned_one_finishes_its_work() ->
     _await_threads(0)
 
 
+def test_an_engine_may_be_collected_on_a_thread_that_holds_its_lock() -> None:
+    """The garbage collector runs wherever it is due."""
+
+    def abandoned(group: Any) -> bool:
+        engine = _engine(group, "a")
+        alive, lock = weakref.ref(engine), engine._outstanding._lock
+
+        def collect() -> None:
+            nonlocal engine
+            with lock:
+                del engine
+                gc.collect()
+
+        collector = threading.Thread(target=collect, daemon=True)
+        collector.start()
+        collector.join(10)
+        return not collector.is_alive() and alive() is None
+
+    assert run_threads(2, abandoned) == [True] * 2
+    assert run_threads(1, abandoned) == [True]
+    _await_threads(0)
+
+
+def test_an_engine_given_up_long_before_the_others_give_up_theirs_leaves_no_thread_of_them_behind() -> None:
+    """The pulse of those that still have theirs waits for the one that has none any more."""
+
+    def work(group: Any) -> None:
+        engine = _engine(group, "a")
+        if group.rank == 1:
+            time.sleep(3.5)
+        del engine
+
+    run_threads(2, work)
+    _await_threads(0)
+
+
 @pytest.mark.parametrize("stall_seconds", [10.0, 0.1])
 def test_an_idle_engine_keeps_nothing_alive_of_what_has_arrived(stall_seconds: float) -> None:
     """Tensors are large, and callbacks may know whom the engine belongs to."""

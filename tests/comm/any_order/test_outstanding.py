@@ -19,7 +19,7 @@ NOTHING: frozenset[int] = frozenset()
 LONG = 30.0
 
 
-def _three(pulse_seconds: float | None = LONG) -> Outstanding:
+def _three(pulse_seconds: float = LONG) -> Outstanding:
     outstanding = Outstanding(7, pulse_seconds)
     assert outstanding.register(["a", "b"]) == range(2) and outstanding.register(["c"]) == range(2, 3)
     for _ in range(2):
@@ -163,7 +163,7 @@ def test_the_watching_thread_sleeps_until_something_waits_and_ends() -> None:
     assert found is not None and found[0][1] >= 0.1
     idle, failing = _three(), _three()
     _later(outstanding.close)
-    _later(idle.drain)
+    _later(idle.end)
     _later(lambda: failing.fail("gone", gave_up=True))
     assert [one.await_stall(lambda _: LONG) for one in (outstanding, idle, failing)] == [None] * 3
 
@@ -196,6 +196,28 @@ def test_draining_lets_arrive_what_was_submitted_and_no_more() -> None:
     assert outstanding.await_turn(NOTHING) == {0: Terms()}
     outstanding.arrived(outstanding.take([0], grown=False))
     assert future.result().tolist() == [1, 1] and outstanding.await_turn(NOTHING) is None
+
+
+def test_draining_ends_a_rank_that_has_nothing_to_send_with_its_pulse() -> None:
+    outstanding = _three(0.2)
+    _later(outstanding.drain)
+    assert _seconds(lambda: outstanding.await_turn(NOTHING)) < LONG / 2 and outstanding.await_turn(NOTHING) is None
+
+
+def test_a_drained_rank_that_does_not_come_out_of_a_negotiation_is_noticed_once_nothing_travels() -> None:
+    outstanding = _three(0.05)
+    _put(outstanding, 0)
+    outstanding.await_turn(NOTHING)
+    taken = outstanding.take([0], grown=False)
+    outstanding.drain()
+    assert outstanding.await_stall(lambda _: LONG) is None
+    _later(lambda: outstanding.arrived(taken))
+    start = time.monotonic()
+    assert not outstanding.await_end() and 0.1 < time.monotonic() - start < LONG / 2
+    ending = _three()
+    ending.drain()
+    _later(ending.end)
+    assert ending.await_end()
 
 
 def test_whoever_waits_for_all_waits_until_the_last_future_was_told() -> None:
