@@ -25,6 +25,7 @@ from hybridpar.comm.group import Group
 from hybridpar.comm.timeline.timeline import NoTimeline, Timeline
 from hybridpar.comm.timeline.trace import COMPUTATION
 from hybridpar.gradient_hooks import GradientHooks, has_hooks
+from hybridpar.kept_sums import is_sum, put_aside, settle, settle_all, wait_on
 
 
 class DataParallel(nn.Module):
@@ -112,19 +113,17 @@ class DataParallel(nn.Module):
         self._synchronise = True
         self._backward_running = False
         self._buffers_may_differ = True
-        self._set_aside: dict[int, Any] = {}
+        self._set_aside: dict[int, Tensor] = {}
+        # The bucket whose last gradient is being accumulated.
+        self._complete: int | None = None
         self._stepper: BucketOptimizer | None = None
         self.optimizer: Optimizer | None = None
         if optimizer is not None:
-            self._stepper = BucketOptimizer(optimizer, module, named, self._engine, _settle, self._timeline)
+            self._stepper = BucketOptimizer(optimizer, module, named, self._engine, settle, self._timeline)
             self.optimizer = self._stepper.optimizer
-        self._hooks = GradientHooks(
-            module,
-            self._parameters_sent,
-            self._before_accumulation,
-            self._after_accumulation,
-            always=self._stepper is not None,
-        )
+        self._hooks = GradientHooks(module, self._parameters_sent, self._before_accumulation, self._after_accumulation)
+        for bucket in self._engine.buckets:
+            self._hooks.follow(bucket.members[-1])
         _OPEN.add(self)
         # Only where this module is a part of another one: load_state_dict below goes to the wrapped module at once.
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
@@ -229,29 +228,51 @@ class DataParallel(nn.Module):
                 )
 
     def _before_accumulation(self, index: int, parameter: Tensor) -> None:
-        """Note [sums are kept apart]: what is a sum already must not be summed again with what backward adds."""
         if self._stepper is not None:
             self._stepper.gradient_comes(index)
-        mark: Any = getattr(parameter.grad, _MARK, None)
-        if mark is _SUM:
-            self._set_aside[index] = parameter.grad
-            parameter.grad = None
-        elif mark is not None:
-            # Backward with create_graph adds out of place: the next gradient is another tensor.
-            self._set_aside[index] = mark
-
-    def _after_accumulation(self, index: int, parameter: Tensor) -> None:
-        if self._set_aside and index in self._set_aside:
-            setattr(parameter.grad, _MARK, self._set_aside.pop(index))
+        if parameter.grad is not None:
+            earlier = put_aside(parameter)
+            if earlier is not None:
+                self._set_aside[index] = earlier
+                self._hooks.follow(index)
         if not self._synchronise:
             return
         if not self._backward_running:
             self._begin_backward()
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.layout is not torch.strided:
-            _refuse_layout(gradient)
-        self._engine.submit(index, gradient)
+        number = self._engine.announce(index)
+        if number is not None:
+            self._complete = number
+            self._hooks.follow(index)
+
+    def _after_accumulation(self, index: int, parameter: Tensor) -> None:
+        if self._set_aside and index in self._set_aside:
+            wait_on(parameter.grad, self._set_aside.pop(index))
+        if self._complete is not None:
+            number, self._complete = self._complete, None
+            sent = self._parameters_sent
+            self._submit(number, [sent[index].grad for index in self._engine.members(number)])
+        elif self._synchronise and not self._backward_running:
+            self._begin_backward()  # Note [other accumulators]
+
+    def _late(self, index: int) -> Tensor | None:
+        """When backward is over: what is still to be sent of a parameter."""
+        gradient = self._parameters_sent[index].grad
+        if gradient is None or self._engine.announced(index):
+            return gradient
+        # From a pass under no_sync, not touched by this last one; or added past the hooks. Sums wait for their use.
+        changed, summed = self._hooks.renew(index), is_sum(gradient)
+        if changed and summed:
+            raise RuntimeError(
+                "DataParallel: expected parameters that keep their dtype and device while .grad holds a sum, got one "
+                f"of shape {list(gradient.shape)} that was changed; call zero_grad() after changing them"
+            )
+        return None if summed else gradient
+
+    def _submit(self, number: int, gradients: Sequence[Tensor | None]) -> None:
+        for gradient in gradients:
+            if gradient is not None and gradient.layout is not torch.strided:
+                _refuse_layout(gradient)
+        self._engine.submit_bucket(number, gradients)
 
     def _begin_backward(self) -> None:
         self._backward_running = True
@@ -261,13 +282,8 @@ class DataParallel(nn.Module):
         torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _finish_backward(self) -> None:
-        for index in self._engine.missing():
-            # Accumulated under no_sync, but not touched by this last backward pass.
-            gradient = self._parameters_sent[index].grad
-            if gradient is not None and getattr(gradient, _MARK, None) is not _SUM:
-                if gradient.layout is not torch.strided:
-                    _refuse_layout(gradient)
-                self._engine.submit(index, gradient)
+        for number in self._engine.open_buckets():
+            self._submit(number, [self._late(index) for index in self._engine.members(number)])
         self._backward_span.__exit__(None, None, None)
         try:
             if self._stepper is not None and not self._engine.check_finite:
@@ -295,35 +311,13 @@ class DataParallel(nn.Module):
             self._stepper.step_whole(missing)
 
     def _settle_all(self, received: Mapping[int, Tensor]) -> None:
-        for parameter in self._parameters_sent:
-            _settle(parameter.grad)
+        settle_all(self._parameters_sent)
         for index, gradient in received.items():
-            self._parameters_sent[index].grad = _settle(gradient, self._parameters_sent[index].grad)
+            self._parameters_sent[index].grad = settle(gradient, self._parameters_sent[index].grad)
 
     def _prepare_replan(self) -> None:
         if self._stepper is not None:
             self._stepper.prepare_replan()
-
-
-# Note [sums are kept apart]
-# Plain PyTorch adds to the gradients that are there. After one synchronised backward pass they are sums over the
-# ranks; if a second pass added to them and the result were summed, the first part would count once for each rank.
-# So a gradient that holds a sum is marked, is put aside when backward is about to add to it, is the mark of the new
-# local gradient, and is added after that one has been summed. The marks live on the gradient tensors themselves:
-# zero_grad() at any moment drops both (with set_to_none=False, all but a sum that already waits under no_sync).
-_MARK = "hybridpar_sum"
-_SUM = True  # survives copying
-
-
-def _settle(gradient: Tensor | None, earlier: Any = None) -> Tensor | None:
-    """``gradient`` is a sum now; an earlier one that waits on it, or is given, is added. Note [sums are kept apart]"""
-    if gradient is None:
-        return None
-    earlier = getattr(gradient, _MARK, None) if earlier is None else earlier
-    if earlier is not None and earlier is not _SUM:
-        gradient.add_(earlier)
-    setattr(gradient, _MARK, _SUM)
-    return gradient
 
 
 def _refuse_layout(gradient: Tensor) -> NoReturn:

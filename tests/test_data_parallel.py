@@ -106,7 +106,7 @@ def _scripts(draw: st.DrawFn) -> tuple[int, Script]:
     summed = False
     waits = False
     for action in actions:
-        # Zeroing in place does not reach a sum that waits under no_sync (see the note in data_parallel.py).
+        # Zeroing in place does not reach a sum that waits under no_sync (see the note in kept_sums.py).
         taken = "Z" if action == "K" and waits else action
         waits = (waits or (summed and taken == "L")) and taken not in "SZ"
         summed = (summed or taken == "S") and taken != "Z"

@@ -26,7 +26,7 @@ FLOORS: list[list[list[str]]] = [
         ["hybridpar.horovod"],
     ],
     [
-        ["hybridpar.data_parallel", "hybridpar.bucket_optimizer", "hybridpar.gradient_hooks"],
+        ["hybridpar.data_parallel", "hybridpar.bucket_optimizer", "hybridpar.gradient_hooks", "hybridpar.kept_sums"],
         ["hybridpar.sync_batch_norm"],
         ["hybridpar.global_order"],
         ["hybridpar.head"],

@@ -34,7 +34,6 @@ from hybridpar.comm.engine.rounds import BucketRound
 from hybridpar.comm.engine.tracks import Tracks
 from hybridpar.comm.errors import NonFiniteError
 from hybridpar.comm.group import Group
-from hybridpar.comm.lanes.lane import describe
 from hybridpar.comm.timeline.timeline import NoTimeline, Timeline
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -82,7 +81,7 @@ class Engine:
         self._examples: list[Tensor] = []
         self._order: list[int] = []
         self._rounds: list[BucketRound] = []
-        self._home: dict[int, BucketRound] = {}
+        self._home: list[BucketRound] = []  # of each tensor
         # The next bucket to send; how many are undelivered in a closed round; rounds so far.
         self._next, self._outstanding, self._count = 0, 0, 0
         self._failure: str | None = None
@@ -129,9 +128,7 @@ class Engine:
             raise ValueError(f"expected tensors on one device, got {sorted(map(str, devices))}; use an engine for each")
         self._names, self._order = list(names), list(order)
         self._examples = [torch.empty_like(tensor, device="meta") for tensor in tensors]
-        self._shapes = [tensor.shape for tensor in tensors]
         self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._device_number = tensors[0].get_device() if tensors else -1
         self._rounds = []
         self.replan(self.plan, launch_order)
 
@@ -150,7 +147,7 @@ class Engine:
             ValueError: the ranks' arguments differ (on every rank), or launch_order does not name each bucket once.
             RuntimeError: a round has begun.
         """
-        if any(current.tensors or current.closed for current in self._rounds):
+        if any(current.tensors or current.announced or current.closed for current in self._rounds):
             raise RuntimeError("replan: expected to be called between rounds, got tensors that wait for flush()")
         launch = None if launch_order is None else list(launch_order)
         plan = plan.resolved(len(self._group.hosts))
@@ -162,7 +159,7 @@ class Engine:
         if sorted(launch) != list(range(len(buckets))):
             raise ValueError(f"launch_order: expected each of {len(buckets)} buckets once, got {launch[:20]}")
         old: list[Codec] = [current.codec for current in self._rounds if current.codec.residual is not None]
-        self._rounds, self._home, self.plan = [], {}, plan
+        self._rounds, self._home, self.plan = [], [], plan
         if not buckets:
             return
         tracks = self._tracks.arrange(plan, self._device)
@@ -172,7 +169,8 @@ class Engine:
             examples = [self._examples[index] for index in bucket.members]
             names = [self._names[index] for index in bucket.members]
             self._rounds.append(BucketRound(number, codec, track, examples, names, self._device, self._timeline))
-        self._home = {index: current for current in self._rounds for index in current.members}
+        home = {index: current for current in self._rounds for index in current.members}
+        self._home = [home[index] for index in range(len(home))]
         carry_over(old, [current.codec for current in self._rounds])
         self._next = 0
 
@@ -186,30 +184,45 @@ class Engine:
             ValueError: the tensor has not the shape, dtype and device that were registered.
         """
         current = self._home[index]
-        tensors = current.tensors
-        if (
-            tensor.shape != self._shapes[index]
-            or tensor.dtype is not current.dtype
-            or tensor.get_device() != self._device_number
-        ):
-            registered = f"{describe(self._examples[index])} on {self._device}"
-            raise ValueError(
-                f"{self._names[index]}: expected {registered} as registered, got {describe(tensor)} on {tensor.device}"
-            )
-        if index in tensors:
-            raise RuntimeError(
-                f"{self._names[index]} was submitted twice in one round: expected one backward pass for each flush; "
-                "use no_sync() for all backward passes but the last, and use_reentrant=False in torch.utils.checkpoint"
-            )
-        if current.closed:
-            raise RuntimeError(
-                f"{self._names[index]} was submitted into a closed round: expected every bucket to be delivered first"
-            )
-        tensors[index] = tensor
-        if self._device_number >= 0:
-            current.crossing.submitted()
-        if len(tensors) == len(current.members):
+        current.give(index, tensor)
+        if len(current.tensors) == len(current.members):
             self._send_complete()
+
+    def announce(self, index: int) -> int | None:
+        """Tensor ``index`` will be among those of a ``submit_bucket`` in this round. Cheaper than ``submit`` for each.
+
+        On CUDA it will be ready on the current stream.
+
+        Returns:
+            The number of its bucket, once the whole bucket has been announced: submit it as soon as it is ready.
+
+        Raises:
+            RuntimeError: as ``submit``.
+        """
+        current = self._home[index]
+        return current.number if current.announce(index) else None
+
+    def announced(self, index: int) -> bool:
+        """Whether tensor ``index`` was announced in this round."""
+        return index in self._home[index].announced
+
+    def submit_bucket(self, number: int, tensors: Sequence[Tensor | None]) -> None:
+        """The tensors of bucket ``number`` of ``buckets`` are ready, in its order; None: not in this round.
+
+        Raises:
+            RuntimeError: the bucket has tensors already, the round is closed, or one that was announced is None.
+            ValueError: as ``submit``.
+        """
+        self._rounds[number].take(tensors)
+        self._send_complete()
+
+    def members(self, number: int) -> tuple[int, ...]:
+        """Indices of the tensors of bucket ``number`` of ``buckets``."""
+        return self._rounds[number].members
+
+    def open_buckets(self) -> list[int]:
+        """Numbers of the buckets of which nothing has been submitted in this round."""
+        return [current.number for current in self._rounds if not current.tensors]
 
     def submitted(self, index: int) -> bool:
         """Whether tensor ``index`` was submitted in this round."""
@@ -303,7 +316,11 @@ class Engine:
         while self._next < len(self._rounds) and self._rounds[self._next].complete:
             if self._failure is not None:
                 raise RuntimeError(f"not sent, because an earlier operation of this engine failed: {self._failure}")
-            self._rounds[self._next].send()
+            try:
+                self._rounds[self._next].send()
+            except BaseException as error:
+                self._fail(error)
+                raise
             self._next += 1
 
     def _arrive(self, current: BucketRound) -> None:
@@ -312,11 +329,15 @@ class Engine:
             current.wait()
             current.deliver(self.check_finite)
         except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
-            self._tracks.abort(self._failure)
-            for other in self._rounds:
-                other.settle()
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        """The ranks are out of step. No other thread works on a bucket when this returns."""
+        self._failure = f"{type(error).__name__}: {error}"
+        self._tracks.abort(self._failure)
+        for current in self._rounds:
+            current.settle()
 
     def _nonfinite(self, bad: Sequence[BucketRound]) -> NonFiniteError:
         """Collective. See Note [not finite]."""

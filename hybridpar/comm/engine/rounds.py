@@ -1,9 +1,15 @@
-"""One bucket in the rounds of an engine: what was submitted into it, its way over a track, and when what happened."""
+"""One bucket in the rounds of an engine: what was submitted into it, its way over a track, and when what happened.
+
+# Note [who packs]
+A track packs while the caller's backward goes on. But each tensor takes a moment of the interpreter's lock, and so does
+each of the caller's hooks: where tensors are many and so small that little of packing is copying, the two only get in
+each other's way, and the caller packs before it hands the bucket over. On CUDA packing is one launch.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +20,13 @@ from torch import Tensor
 from hybridpar.comm.engine.codec import Codec, Count
 from hybridpar.comm.engine.tracks import Track
 from hybridpar.comm.errors import CommunicationError
+from hybridpar.comm.lanes.lane import describe
 from hybridpar.comm.timeline.timeline import Timeline
 from hybridpar.comm.timeline.trace import COMPUTATION
+
+# Tensors in a bucket that the caller packs, at least, and bytes of each on average, at most: copying as many takes ten
+# times as long as the lock is needed.
+_MANY, _SMALL = 64, 16 << 10
 
 
 @dataclass
@@ -56,16 +67,22 @@ class BucketRound:
         self.number, self.codec, self.track = number, codec, track
         self.members = codec.bucket.members
         self.shapes = {index: example.shape for index, example in zip(self.members, examples, strict=True)}
+        self._shapes_in_order = [example.shape for example in examples]
         self.names = dict(zip(self.members, names, strict=True))
         self.dtype, self._device = codec.bucket.dtype, device
+        self._device_number = torch.empty(0, device=device).get_device()
         self.times = Times()
         self._timeline = timeline
+        small = codec.bucket.numel * self.dtype.itemsize <= _SMALL * len(self.members)
+        many = len(self.members) >= _MANY
+        self._caller_packs = many and small and device.type == "cpu" and codec.residual is None
         self.crossing = track.side.crossing()
         self.reset()
 
     def reset(self) -> None:
         """A new round."""
         self.crossing.reset()
+        self.announced: set[int] = set()
         self.tensors: dict[int, Tensor] = {}
         self.received: dict[int, Tensor] = {}
         # In bucket order.
@@ -80,8 +97,53 @@ class BucketRound:
     def complete(self) -> bool:
         return self.closed or len(self.tensors) == len(self.members)
 
+    def announce(self, index: int) -> bool:
+        """A tensor will be among those of ``take``. Whether all are, now. Raises as ``give``."""
+        announced = self.announced
+        if index in announced or self.closed:
+            self._check_open([index])
+        announced.add(index)
+        if self._device_number >= 0:
+            self.crossing.submitted()
+        return len(announced) == len(self.members)
+
+    def give(self, index: int, tensor: Tensor) -> None:
+        """One tensor. Raises ValueError where it is not as registered, RuntimeError where there is one already."""
+        self._check(index, tensor)
+        self._check_open([index])
+        self.tensors[index] = tensor
+        if self._device_number >= 0:
+            self.crossing.submitted()
+
+    def take(self, tensors: Sequence[Tensor | None]) -> None:
+        """All tensors of the bucket at once; None where there is none. Raises as ``give``."""
+        self._check_open(self.tensors)
+        present = [tensor for tensor in tensors if tensor is not None]
+        # One pass in C for each property costs a third of a check of each tensor.
+        fit = (
+            [tensor.shape for tensor in present] == self._shapes_in_order
+            and {tensor.dtype for tensor in present} == {self.dtype}
+            and set(map(Tensor.get_device, present)) == {self._device_number}
+        )
+        for index, tensor in () if fit else zip(self.members, tensors, strict=True):
+            if tensor is not None:
+                self._check(index, tensor)
+            elif index in self.announced:
+                raise RuntimeError(
+                    f"{self.names[index]}: expected the tensor that was announced, got None; hooks must leave "
+                    "gradients in place until backward is over"
+                )
+        self.tensors = {
+            index: tensor for index, tensor in zip(self.members, tensors, strict=True) if tensor is not None
+        }
+        if self._device_number >= 0:
+            self.crossing.submitted()  # for those that were not announced
+
     def send(self) -> None:
-        """Give it to the track, and return at once."""
+        """Give it to the track, and return at once. See Note [who packs]."""
+        if self._caller_packs:
+            with torch.no_grad(), self._timeline.span("pack", row=COMPUTATION, bucket=self.number):
+                self._pack()
         self.times = Times(ready=time.perf_counter())
         self.crossing.complete()
         self._future = self.track.submit(self._travel)
@@ -129,6 +191,30 @@ class BucketRound:
                 found.append((index, count))
         return found
 
+    def _check(self, index: int, tensor: Tensor) -> None:
+        if (
+            tensor.shape != self.shapes[index]
+            or tensor.dtype is not self.dtype
+            or tensor.get_device() != self._device_number
+        ):
+            registered = f"{str(self.dtype).removeprefix('torch.')}{list(self.shapes[index])} on {self._device}"
+            raise ValueError(
+                f"{self.names[index]}: expected {registered} as registered, got {describe(tensor)} on {tensor.device}"
+            )
+
+    def _check_open(self, indices: Iterable[int]) -> None:
+        """For tensors that are to come."""
+        for index in indices:
+            if index in self.tensors or index in self.announced:
+                raise RuntimeError(
+                    f"{self.names[index]} was submitted twice in one round: expected one backward pass for each "
+                    "flush; use no_sync() for all backward passes but the last, and use_reentrant=False in "
+                    "torch.utils.checkpoint"
+                )
+        if self.closed:
+            name = self.names[next(iter(indices), self.members[0])]
+            raise RuntimeError(f"{name} was submitted into a closed round: expected every bucket to be delivered first")
+
     def _travel(self) -> None:
         """On the track's thread."""
         with self.crossing.sending():
@@ -138,13 +224,17 @@ class BucketRound:
                     if present and index not in self.tensors:
                         self.received[index] = torch.empty(self.shapes[index], dtype=self.dtype, device=self._device)
 
+    def _pack(self) -> None:
+        self._given = list(map(self.tensors.get, self.members))
+        self.own_nonfinite = self.codec.pack(self._given)
+
     def _pack_and_exchange(self) -> None:
         times, track, nbytes = self.times, self.track, self.codec.nbytes
         times.begun = time.perf_counter()
-        waited = round(1e6 * (times.begun - times.ready))
-        with self._timeline.span("pack", row=track.row, bucket=self.number, waited_us=waited):
-            self._given = list(map(self.tensors.get, self.members))
-            self.own_nonfinite = self.codec.pack(self._given)
+        if not self._caller_packs:
+            waited = round(1e6 * (times.begun - times.ready))
+            with self._timeline.span("pack", row=track.row, bucket=self.number, waited_us=waited):
+                self._pack()
         times.packed = time.perf_counter()
         with self._timeline.span("send", row=track.row, bucket=self.number, bytes=nbytes):
             try:
