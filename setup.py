@@ -11,10 +11,10 @@ import nanobind
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = [f"csrc/{name}.cc" for name in ("bindings", "board", "engine_inbox", "pack", "reduce", "shm", "shm_buckets")]
+_MODULES = ("board", "engine_inbox", "margin_softmax", "pack", "parallel", "reduce", "row_update", "shm")
+SOURCES = [f"csrc/{name}.cc" for name in ("bindings", "bindings_head", "shm_buckets", *_MODULES)]
 HEADERS = [
-    f"csrc/{name}.h"
-    for name in ("board", "check", "clones", "engine_inbox", "pack", "ranges", "reduce", "shm", "types")
+    f"csrc/{name}.h" for name in ("bindings_head", "check", "clones", "exponential", "ranges", "types", *_MODULES)
 ]
 
 

@@ -30,6 +30,7 @@ from hybridpar.head.margins import (
     SphereFace,
 )
 from hybridpar.head.replicated import ReplicatedClassifier
+from hybridpar.head.row_optimizers import RowAdagrad, RowAdamW, RowOptimizer, RowPolicy, RowSGD
 from hybridpar.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
@@ -49,6 +50,11 @@ __all__ = [
     "Plan",
     "ProcessGroupOptions",
     "ReplicatedClassifier",
+    "RowAdagrad",
+    "RowAdamW",
+    "RowOptimizer",
+    "RowPolicy",
+    "RowSGD",
     "ShardedClassifier",
     "Softmax",
     "SphereFace",

@@ -2,19 +2,21 @@
 
 Nothing here communicates. See Note [two passes] in softmax.py.
 
-Shapes: B global batch, D embedding size, n rows of this rank, C rows of a chunk, T samples whose class lives here.
+Shapes: B global batch, D embedding size, n rows of this rank, m of them that take part, C of a chunk, T samples whose
+class lives here. Chunks lie class by class, [C, B].
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hybridpar import kernels
 from hybridpar.head.margins import Margin
+from hybridpar.kernels import Gradient, Own, Rows
 from hybridpar.partition.layout import Layout
 
 
@@ -24,18 +26,19 @@ class Owned(NamedTuple):
     Attributes:
         samples: their positions [T] in the global batch.
         rows: the rows [T] of their classes.
-        host_rows: the same on the CPU, so that cutting them into chunks waits for no device.
+        places: where these are among the rows that take part.
+        host_places: the same on the CPU, so that cutting them into chunks waits for no device.
     """
 
     samples: Tensor
     rows: Tensor
-    host_rows: Tensor
+    places: Tensor
+    host_places: Tensor
 
-    def within(self, begin: int, end: int) -> tuple[slice, Tensor, Tensor]:
-        """Those in rows [begin, end): which of them, their samples, and their columns in that chunk."""
-        first, last = torch.searchsorted(self.host_rows, torch.tensor([begin, end])).tolist()
-        part = slice(first, last)
-        return part, self.samples[part], self.rows[part] - begin
+    def within(self, begin: int, end: int, values: Tensor) -> Own:
+        """Those at places [begin, end), with their ``values`` [T], as the kernels take them."""
+        first, last = torch.searchsorted(self.host_places, torch.tensor([begin, end])).tolist()
+        return Own(self.places[first:last] - begin, self.samples[first:last], values[first:last])
 
 
 class Targets(NamedTuple):
@@ -70,29 +73,15 @@ class PassA(NamedTuple):
 
 
 def owned_samples(layout: Layout, rank: int, labels_B: Tensor) -> Owned:
-    """The samples whose class is a row of ``rank``; labels below 0 are nobody's."""
+    """The samples whose class is a row of ``rank``; labels below 0 are nobody's. All rows take part."""
     host_labels = labels_B.cpu()
     valid = torch.nonzero(host_labels >= 0).flatten()
     ranks, rows = layout.locate(host_labels[valid])
     mine = torch.nonzero(ranks == rank).flatten()
     host_rows, order = torch.sort(rows[mine])
     device = labels_B.device
-    return Owned(valid[mine[order]].to(device), host_rows.to(device), host_rows)
-
-
-def exact_dtype(rows: Tensor) -> torch.dtype:
-    """In which sums are accumulated and margins computed: float64 for float64 rows, else float32."""
-    return torch.float64 if rows.dtype == torch.float64 else torch.float32
-
-
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, accumulated and returned in float32, or in float64 for float64."""
-    with torch.autocast(left.device.type, enabled=False):  # the dtype was chosen once, for all ranks
-        if left.dtype in (torch.float32, torch.float64):
-            return left @ right
-        if left.is_cuda:
-            return torch.mm(left, right, out_dtype=torch.float32)
-        return (left @ right).float()
+    places = host_rows.to(device)
+    return Owned(valid[mine[order]].to(device), places, places, host_rows)
 
 
 def default_chunk_classes(batch: int, embedding_size: int) -> int:
@@ -100,8 +89,17 @@ def default_chunk_classes(batch: int, embedding_size: int) -> int:
     return max(256, (2 << 20) // (4 * max(batch + embedding_size, 1)) // 64 * 64)
 
 
+def matrix_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """left @ right in ``out``. Half precision is accumulated in float32, and on the CPU rounded to its own dtype."""
+    if out.dtype == left.dtype:
+        return torch.mm(left, right, out=out)
+    if left.is_cuda and out.dtype == torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32, out=out)
+    return out.copy_(torch.mm(left, right))
+
+
 class Chunks:
-    """The rows of this rank, chunk by chunk, with the logits of the global batch against each.
+    """The rows of this rank that take part, chunk by chunk, with the products of the global batch and each.
 
     Args:
         features_BD: unit features (raw ones for a linear softmax), in the dtype of the matrix products.
@@ -109,7 +107,8 @@ class Chunks:
         margin: of the head.
         state: what the margin remembers, as of this step.
         chunk_classes: C; None chooses by cache size.
-        inverse_norms: 1 / max(norm, 1e-12) of each row, where known already; rows of a linear softmax have none.
+        inverse_norms: 1 / max(norm, 1e-12) of each row [n]; None for a linear softmax.
+        kept: products [k, B] of the first rows: what pass A leaves for pass B, so far as memory may be used for it.
     """
 
     def __init__(
@@ -120,42 +119,95 @@ class Chunks:
         margin: Margin,
         state: Tensor,
         chunk_classes: int | None,
-        inverse_norms: Tensor | None = None,
+        inverse_norms: Tensor | None,
+        kept: Tensor | None = None,
     ) -> None:
-        self.features, self.weight, self.bias = features_BD, weight, bias
-        self.margin, self.state = margin, state
-        self.exact = exact_dtype(weight)
-        self.size = chunk_classes or default_chunk_classes(len(features_BD), weight.shape[1])
-        if margin.normalized and inverse_norms is None:
-            norms: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=self.exact)
-            inverse_norms = norms.clamp_(min=1e-12).reciprocal_()
-        self.inverse_norms = inverse_norms
+        self.features, self.weight, self.margin, self.state = features_BD, weight.detach(), margin, state
+        self.exact = torch.promote_types(kernels.exact_dtype(weight.dtype), kernels.exact_dtype(features_BD.dtype))
+        # Row kernels take norms in the exact dtype of the rows.
+        self._row_norms = inverse_norms
+        self.inverse_norms = None if inverse_norms is None else inverse_norms.to(self.exact)
+        self.bias = None if bias is None else bias.detach().to(self.exact)
+        self.kept = kept
+        # CUDA gives products of half precision in float32 at no cost; libraries for the CPU round them.
+        rounded = features_BD.is_cpu and kernels.exact_dtype(features_BD.dtype) == self.exact
+        self.product_dtype = features_BD.dtype if rounded else self.exact
+        self._size = chunk_classes or default_chunk_classes(len(features_BD), weight.shape[1])
+        self._features_DB = features_BD.T
+        self._scratch: dict[str, Tensor] = {}
 
     @property
     def spans(self) -> Iterator[tuple[int, int]]:
         """[begin, end) of each chunk."""
         rows = len(self.weight)
-        return ((begin, min(begin + self.size, rows)) for begin in range(0, rows, self.size))
+        return ((begin, min(begin + self._size, rows)) for begin in range(0, rows, self._size))
+
+    def keep(self, budget_bytes: int) -> Tensor | None:
+        """From now on, keep the products of as many rows as fit into so much memory."""
+        row_bytes = max(len(self.features), 1) * self.product_dtype.itemsize
+        rows = budget_bytes // row_bytes
+        rows = len(self.weight) if rows >= len(self.weight) else rows // self._size * self._size  # whole chunks
+        self.kept = self.features.new_empty((rows, len(self.features)), dtype=self.product_dtype) if rows else None
+        return self.kept
+
+    def block(self, begin: int, end: int) -> Rows:
+        """The rows of a chunk, for kernels."""
+        return Rows(self.weight, self._row_norms, begin, end - begin)
+
+    def scratch(self, name: str, count: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Memory [count, width] that lasts until the next chunk asks for it by this name."""
+        memory = self._scratch.get(name)
+        if memory is None or memory.dtype != dtype or memory.shape[1] != width or len(memory) < count:
+            most = max(count, min(self._size, len(self.weight)))
+            memory = self._scratch[name] = self.features.new_empty((most, width), dtype=dtype)
+        return memory[:count]
 
     def rows(self, begin: int, end: int) -> Tensor:
         """Rows [C, D] in the dtype of the matrix products."""
-        return self.weight[begin:end].to(self.features.dtype)
+        if self.weight.dtype == self.features.dtype:
+            return self.weight[begin:end]
+        rows_CD = self.scratch("rows", end - begin, self.weight.shape[1], self.features.dtype)
+        kernels.load_rows(self.block(begin, end), rows_CD)
+        return rows_CD
 
-    def cosines(self, rows_CD: Tensor, begin: int, end: int) -> Tensor:
-        """Cosines [B, C], or with a linear softmax x . w + b."""
-        cosines_BC = product(self.features, rows_CD.T)
-        if self.inverse_norms is not None:
-            cosines_BC *= self.inverse_norms[begin:end]
-        if self.bias is not None:
-            cosines_BC += self.bias[begin:end]
-        return cosines_BC
+    def products(self, begin: int, end: int) -> Tensor:
+        """Rows times features, [C, B]; kept ones, or computed: into what is to be kept, if there is room."""
+        if self.kept is not None and end <= len(self.kept):
+            return self.kept[begin:end]
+        return self.compute_products(self.rows(begin, end), begin, end)
 
-    def logits(self, begin: int, end: int, target_B: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Logits [B, C] as of negatives, the derivatives [B, C] of the margin's change to them, and the rows [C, D]."""
-        rows_CD = self.rows(begin, end)
-        cosines_BC = self.cosines(rows_CD, begin, end)
-        slopes_BC = self.margin.negatives_(cosines_BC, target_B, self.state)
-        return cosines_BC.mul_(self.margin.scale), slopes_BC, rows_CD
+    def compute_products(self, rows_CD: Tensor, begin: int, end: int) -> Tensor:
+        """The same, computed."""
+        if self.kept is not None and end <= len(self.kept):
+            out = self.kept[begin:end]
+        else:
+            out = self.scratch("products", end - begin, len(self.features), self.product_dtype)
+        return matrix_product(rows_CD, self._features_DB, out)
+
+    def norms(self, begin: int, end: int) -> Tensor | None:
+        """1 / norm [C] of a chunk."""
+        return None if self.inverse_norms is None else self.inverse_norms[begin:end]
+
+    def biases(self, begin: int, end: int) -> Tensor | None:
+        """[C] of a chunk."""
+        return None if self.bias is None else self.bias[begin:end]
+
+    def cosines(self, products_CB: Tensor, begin: int, end: int) -> Tensor:
+        """Cosines [C, B], or with a linear softmax w . x + b; exact."""
+        cosines_CB = products_CB.to(self.exact, copy=True)
+        if (norms_C := self.norms(begin, end)) is not None:
+            cosines_CB *= norms_C[:, None]
+        if (biases_C := self.biases(begin, end)) is not None:
+            cosines_CB += biases_C[:, None]
+        return cosines_CB
+
+    def changed(self, products_CB: Tensor, begin: int, end: int, target_B: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Where the margin changes negatives: what they become, and the derivatives of that, [C, B]; else None."""
+        if not self.margin.changes_negatives:
+            return None
+        cosines_CB = self.cosines(products_CB, begin, end)
+        slopes_BC = self.margin.negatives_(cosines_CB.T, target_B, self.state)
+        return cosines_CB, torch.ones_like(cosines_CB) if slopes_BC is None else slopes_BC.T
 
     def target_cosines(self, owned: Owned) -> Tensor:
         """Cosines [T] (or x . w + b) of the owned samples with their own class, in full precision."""
@@ -183,20 +235,34 @@ def pass_a(chunks: Chunks, targets: Targets, target_B: Tensor, *, want_product: 
     maximum_B = chunks.features.new_full((batch,), -torch.inf, dtype=chunks.exact)
     total_B = torch.zeros_like(maximum_B)
     product_BD = maximum_B.new_zeros((batch, width)) if want_product else None
+    partial_BD = maximum_B.new_empty((batch, width), dtype=chunks.product_dtype)
     for begin, end in chunks.spans:
-        part, samples, columns = targets.owned.within(begin, end)
-        logits_BC, slopes_BC, rows_CD = chunks.logits(begin, end, target_B)
-        logits_BC[samples, columns] = targets.logits[part]
-        rescale_B = kernels.online_exp_(logits_BC, maximum_B, total_B)
-        if product_BD is None:
-            continue
-        if slopes_BC is not None:
-            logits_BC *= slopes_BC
-        logits_BC[samples, columns] = 0.0
-        if chunks.inverse_norms is not None:
-            logits_BC *= chunks.inverse_norms[begin:end]
-        product_BD.mul_(rescale_B[:, None]).add_(product(logits_BC.to(rows_CD.dtype), rows_CD))
+        rows_CD = chunks.rows(begin, end)
+        products_CB = chunks.compute_products(rows_CD, begin, end)
+        weights_CB, rescale_B = _exponentials(chunks, targets, target_B, products_CB, maximum_B, total_B, begin, end)
+        if product_BD is not None:
+            matrix_product(weights_CB.T, rows_CD, partial_BD)
+            product_BD.mul_(rescale_B[:, None]).add_(partial_BD)
     return PassA(maximum_B, total_B, product_BD)
+
+
+def _exponentials(
+    chunks: Chunks, targets: Targets, target_B: Tensor, products_CB: Tensor,
+    maximum_B: Tensor, total_B: Tensor, begin: int, end: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The factors [C, B] of a chunk's rows in the product, in its dtype, and those [B] of rescaling."""
+    own = targets.owned.within(begin, end, targets.logits)
+    norms_C, scale = chunks.norms(begin, end), chunks.margin.scale
+    changed = chunks.changed(products_CB, begin, end, target_B)
+    if changed is None:
+        out_CB = chunks.scratch("weights", end - begin, len(target_B), products_CB.dtype)
+        running = own, maximum_B, total_B, out_CB
+        rescale_B = kernels.add_exponentials(products_CB, norms_C, chunks.biases(begin, end), scale, *running)
+    else:
+        out_CB, slopes_CB = changed
+        rescale_B = kernels.add_exponentials(out_CB, None, None, scale, own, maximum_B, total_B, out_CB)
+        out_CB *= slopes_CB if norms_C is None else slopes_CB * norms_C[:, None]
+    return out_CB.to(chunks.features.dtype), rescale_B
 
 
 def feature_gradient(
@@ -204,7 +270,7 @@ def feature_gradient(
 ) -> Tensor:
     """This rank's part of the gradient by the (unit) features, [B, D]; ``weight_B`` weighs the samples in the loss."""
     assert local.product_BD is not None
-    samples, rows, _ = targets.owned
+    samples, rows = targets.owned.samples, targets.owned.rows
     gradient_BD = local.product_BD * torch.exp(log_sum_exp.below(local.maximum_B))[:, None]
     own = torch.expm1(log_sum_exp.below(targets.logits, samples)) * targets.by_cosine
     if chunks.inverse_norms is not None:
@@ -213,33 +279,72 @@ def feature_gradient(
     return gradient_BD.mul_((weight_B * chunks.margin.scale)[:, None])
 
 
+class Sink(Protocol):
+    """Takes the gradients of rows, chunk by chunk."""
+
+    def take(self, rows: Rows, gradient: Gradient, sums_C: Tensor | None) -> None:
+        """``sums_C``: gradients of the biases, like the rows' still to be multiplied by the factor."""
+        ...
+
+
+class DenseGradients:
+    """Gradients of all rows [n, D] and biases [n], as autograd wants them."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = torch.empty_like(weight)
+        self.bias = None if bias is None else torch.empty_like(bias)
+
+    def take(self, rows: Rows, gradient: Gradient, sums_C: Tensor | None) -> None:
+        kernels.project_gradient(rows, gradient, self.weight[rows.selection])
+        if self.bias is not None and sums_C is not None:
+            self.bias[rows.selection] = sums_C * gradient.factor
+
+
 def pass_b(
-    chunks: Chunks, targets: Targets, target_B: Tensor, log_sum_exp: LogSumExp, counts_B: Tensor, factor: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of this rank's rows [n, D] and biases [n].
+    chunks: Chunks,
+    targets: Targets,
+    target_B: Tensor,
+    log_sum_exp: LogSumExp,
+    counts_B: Tensor,
+    factor: Tensor,
+    sink: Sink,
+) -> None:
+    """Gradients of this rank's rows and biases, for the ``sink``.
 
     Args:
         counts_B: 1 for samples that count, 0 for others.
         factor: scalar that multiplies the result; kept out of the products so that small probabilities survive
             in float16.
     """
-    grad_weight = torch.empty_like(chunks.weight)
-    grad_bias = None if chunks.bias is None else torch.empty_like(chunks.bias)
     own = torch.expm1(log_sum_exp.below(targets.logits, targets.owned.samples)) * targets.by_cosine
-    factor = factor * chunks.margin.scale
+    scaled = factor * chunks.margin.scale
+    number = float(scaled) if scaled.is_cpu else scaled  # on a device it stays there: reading it would wait
+    width = chunks.weight.shape[1]
     for begin, end in chunks.spans:
-        part, samples, columns = targets.owned.within(begin, end)
-        gradient_BC, slopes_BC, _ = chunks.logits(begin, end, target_B)
-        kernels.softmax_(gradient_BC, log_sum_exp.maximum_B, log_sum_exp.log_total_B, counts_B)
-        if slopes_BC is not None:
-            gradient_BC *= slopes_BC
-        gradient_BC[samples, columns] = own[part]
-        if grad_bias is not None:
-            grad_bias[begin:end] = gradient_BC.sum(dim=0) * factor
-        grad_CD = product(gradient_BC.T.to(chunks.features.dtype), chunks.features).mul_(factor)
-        if chunks.inverse_norms is not None:
-            inverse = chunks.inverse_norms[begin:end]
-            unit = chunks.weight[begin:end].to(chunks.exact) * inverse[:, None]
-            kernels.unit_rows_backward_(grad_CD, unit, inverse.reciprocal())
-        grad_weight[begin:end] = grad_CD
-    return grad_weight, grad_bias
+        within = targets.owned.within(begin, end, own)
+        gradient_CB, sums_C = _probabilities(chunks, within, target_B, log_sum_exp, counts_B, begin, end)
+        grad_CD = chunks.scratch("gradient", end - begin, width, chunks.product_dtype)
+        matrix_product(gradient_CB, chunks.features, grad_CD)
+        sink.take(chunks.block(begin, end), Gradient(grad_CD, number), sums_C)
+
+
+def _probabilities(
+    chunks: Chunks, own: Own, target_B: Tensor, log_sum_exp: LogSumExp, counts_B: Tensor, begin: int, end: int
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient by the cosines [C, B], in the dtype of the products, and its sums [C] where there are biases."""
+    products_CB = chunks.products(begin, end)
+    scale, biases_C = chunks.margin.scale, chunks.biases(begin, end)
+    sums_C = None if biases_C is None else torch.empty_like(biases_C)
+    changed = chunks.changed(products_CB, begin, end, target_B)
+    if changed is None:
+        out_CB = chunks.scratch("weights", end - begin, len(target_B), products_CB.dtype)
+        below = own, *log_sum_exp, counts_B, out_CB, sums_C
+        kernels.to_probabilities(products_CB, chunks.norms(begin, end), biases_C, scale, *below)
+    else:
+        out_CB, slopes_CB = changed
+        kernels.to_probabilities(out_CB, None, None, scale, own, *log_sum_exp, counts_B, out_CB, None)
+        out_CB *= slopes_CB
+        out_CB[own.classes, own.samples] = own.values
+        if sums_C is not None:
+            torch.sum(out_CB, dim=1, out=sums_C)
+    return out_CB.to(chunks.features.dtype), sums_C

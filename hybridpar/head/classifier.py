@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from hybridpar.comm.agreement import check_same_settings, raise_together, together
 from hybridpar.comm.group import Group
 from hybridpar.comm.worker import Worker
-from hybridpar.head.chunks import exact_dtype
 from hybridpar.head.exchange import BatchExchange, LocalBatch
 from hybridpar.head.initial import initial_rows_
 from hybridpar.head.margins import ArcFace, Margin
+from hybridpar.head.norms import RowNorms
 from hybridpar.head.retrieval import class_rows, top_classes
+from hybridpar.head.row_optimizers import RowOptimizer, RowPolicy
 from hybridpar.head.softmax import Problem, ShardedSoftmax
 from hybridpar.head.validate import (
     check_features,
@@ -23,7 +24,7 @@ from hybridpar.head.validate import (
     check_labels,
     settings_error,
 )
-from hybridpar.kernels import unit_rows
+from hybridpar.kernels import exact_dtype, unit_rows
 from hybridpar.partition import Layout, Rule, build_layout
 
 
@@ -40,6 +41,8 @@ class ShardedClassifier(nn.Module):
         num_classes: K, over all ranks; at least one for each rank.
         margin: a policy of ``hybridpar.head.margins``.
         rule: which rank holds which class: a registered name or a rule (see docs/partition.md).
+        optimizer: steps the rows in the backward pass (``RowSGD``, ``RowAdamW``, ``RowAdagrad``), so that the gradient
+            of all rows never exists; None leaves ``weight.grad`` to an optimizer of torch.
         dtype: of the rows: float32, float64, bfloat16 or float16.
         compute_dtype: of the matrix products; None means autocast's where autocast is on, else ``dtype``.
             Sums are accumulated in float32 (float64 for float64).
@@ -48,6 +51,8 @@ class ShardedClassifier(nn.Module):
         initial_std: standard deviation of the initial rows.
         backbone_reduction: ``"mean"`` where the backbone's gradients are averaged over ranks, as torch's DDP does.
         chunk_classes: rows worked on at a time; None chooses by cache size.
+        logits_budget: bytes that products of features and rows may take from forward to backward on each rank. What
+            does not fit is computed again.
         group: the ranks; ``hp.Group.alone()`` for this process alone.
         device: where the rows live.
 
@@ -55,6 +60,7 @@ class ShardedClassifier(nn.Module):
         weight: Parameter [rows of this rank, D], in the order of ``layout.class_ids(rank)``.
         bias: Parameter [rows of this rank], or None where the margin has none.
         margin_state: buffer, what the margin remembers from step to step; the same on every rank.
+        row_optimizer: the ``RowOptimizer`` that steps the rows, for schedulers and checkpoints; or None.
         layout: which class is where.
 
     Raises:
@@ -72,6 +78,7 @@ class ShardedClassifier(nn.Module):
         *,
         margin: Margin | None = None,
         rule: str | Rule = "even",
+        optimizer: RowPolicy | None = None,
         dtype: torch.dtype = torch.float32,
         compute_dtype: torch.dtype | None = None,
         ignore_index: int = -1,
@@ -79,6 +86,7 @@ class ShardedClassifier(nn.Module):
         initial_std: float = 0.01,
         backbone_reduction: Literal["sum", "mean"] = "sum",
         chunk_classes: int | None = None,
+        logits_budget: int = 128 << 20,
         group: Group,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -96,7 +104,7 @@ class ShardedClassifier(nn.Module):
         settings = {
             "embedding_size": embedding_size, "num_classes": num_classes, "margin": repr(self.margin),
             "dtype": str(dtype), "compute_dtype": str(compute_dtype), "ignore_index": ignore_index, "seed": seed,
-            "initial_std": initial_std, "backbone_reduction": backbone_reduction,
+            "initial_std": initial_std, "backbone_reduction": backbone_reduction, "optimizer": repr(optimizer),
         }  # fmt: skip
         check_same_settings(self.group, "ShardedClassifier", settings)
         self.layout = self._agreed_layout(rule)
@@ -104,9 +112,14 @@ class ShardedClassifier(nn.Module):
         self._exchange = BatchExchange(self.group, self.margin.uses_norms)
         factor = float(self.group.size) if backbone_reduction == "mean" else 1.0
         lane = self.group.new_lane()
-        self._problem = Problem(
-            self.group, self.layout, self.margin, lane, Worker("hybridpar-head"), factor, chunk_classes
+        norms = RowNorms()
+        self.row_optimizer = (
+            None if optimizer is None else RowOptimizer(optimizer, self.weight, self.bias, norms, self.group.rank)
         )
+        self._problem = Problem(
+            self.group, self.layout, self.margin, lane, Worker("hybridpar-head"), factor, chunk_classes, norms,
+            logits_budget, self.row_optimizer,
+        )  # fmt: skip
 
     def _agreed_layout(self, rule: str | Rule) -> Layout:
         """Collective: a rule may fail, or differ, on one rank only."""
@@ -120,7 +133,7 @@ class ShardedClassifier(nn.Module):
         initial_rows_(rows, self.layout.class_ids(rank), seed=seed, std=std)
         self.weight = nn.Parameter(rows.to(device))
         self.bias = nn.Parameter(torch.zeros(len(rows), dtype=dtype, device=device)) if self.margin.has_bias else None
-        state = torch.tensor(self.margin.initial_state(), dtype=exact_dtype(rows), device=device)
+        state = torch.tensor(self.margin.initial_state(), dtype=exact_dtype(dtype), device=device)
         self.register_buffer("margin_state", state)
 
     def __setattr__(self, name: str, value: Any) -> None:

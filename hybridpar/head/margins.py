@@ -35,6 +35,7 @@ class Margin(ABC):
         normalized: whether features and rows are brought to unit length, so that products are cosines.
         uses_norms: whether the target logit depends on feature norms.
         needs_target_first: whether targets of the whole batch must be known before the other logits.
+        changes_negatives: whether ``negatives_`` does anything.
         has_bias: whether each class has a bias.
     """
 
@@ -61,6 +62,10 @@ class Margin(ABC):
     def negatives_(self, cosines_BC: Tensor, target_B: Tensor, state: Tensor) -> Tensor | None:
         """Change the other classes' cosines in place; return their derivatives [B, C], or None where all are 1."""
         return None
+
+    @property
+    def changes_negatives(self) -> bool:
+        return type(self).negatives_ is not Margin.negatives_
 
     def initial_state(self) -> tuple[float, ...]:
         """What is remembered before the first step."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridpar import kernels
-from hybridpar.head.chunks import Chunks, exact_dtype, owned_samples
+from hybridpar.head.chunks import Chunks, owned_samples
 from hybridpar.head.softmax import Problem
 
 
@@ -16,11 +16,12 @@ def top_classes(
     """Collective. Scores [b, k] descending and int64 class ids [b, k]; see ``ShardedClassifier.predict``."""
     group, layout = problem.group, problem.layout
     sizes: list[int] = group.all_gather(torch.tensor([len(features_bD)], device=weight.device)).tolist()
-    unit_bD = features_bD.to(exact_dtype(weight))
+    unit_bD = features_bD.to(kernels.exact_dtype(weight.dtype))
     if problem.margin.normalized:
         unit_bD = kernels.unit_rows(unit_bD)[0]
     features_BD = group.all_gather(unit_bD.to(dtype), sizes)
-    chunks = Chunks(features_BD, weight, bias, problem.margin, weight.new_zeros(0), problem.chunk_classes)
+    norms = problem.norms.of(weight) if problem.margin.normalized else None
+    chunks = Chunks(features_BD, weight, bias, problem.margin, weight.new_zeros(0), problem.chunk_classes, norms)
     scores, rows = _top_rows(chunks, k)
     if not problem.margin.normalized:
         scores *= problem.margin.scale
@@ -43,7 +44,7 @@ def _top_rows(chunks: Chunks, k: int) -> tuple[Tensor, Tensor]:
     scores = chunks.features.new_empty((batch, 0), dtype=chunks.exact)
     rows = torch.empty((batch, 0), dtype=torch.int64, device=scores.device)
     for begin, end in chunks.spans:
-        cosines_BC = chunks.cosines(chunks.rows(begin, end), begin, end)
+        cosines_BC = chunks.cosines(chunks.products(begin, end), begin, end).T
         chunk_rows = torch.arange(begin, end, device=scores.device).expand(batch, -1)
         if end - begin > k:
             cosines_BC, columns = torch.topk(cosines_BC, k, dim=1)

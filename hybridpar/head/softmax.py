@@ -6,7 +6,8 @@ running maximum and sum of exponentials, and the running product exp(logits) @ r
 grows (as in FlashAttention). The logits of all classes never exist. One all-gather of (maximum, sum, target cosine)
 per sample then gives every rank the loss. The running product, rescaled by the global log-sum-exp, already is the
 gradient of the features, so its reduce-scatter starts in the forward pass and overlaps with pass B.
-Backward, pass B, recomputes each chunk's logits, turns them into probabilities and forms the gradient of its rows.
+Backward, pass B, rereads or recomputes each chunk's products, turns them into probabilities and forms the gradient of
+its rows, which an optimizer of rows takes at once.
 
 Shapes: b local batch, B global batch, D embedding size, n rows of this rank, R ranks.
 """
@@ -29,16 +30,18 @@ from hybridpar.comm.lanes.lane import Lane
 from hybridpar.comm.worker import Worker
 from hybridpar.head.chunks import (
     Chunks,
+    DenseGradients,
     LogSumExp,
     Owned,
     PassA,
-    exact_dtype,
     feature_gradient,
     owned_samples,
     pass_a,
     pass_b,
 )
 from hybridpar.head.margins import Margin
+from hybridpar.head.norms import RowNorms
+from hybridpar.head.row_optimizers import RowOptimizer
 from hybridpar.partition.layout import Layout
 
 
@@ -49,6 +52,9 @@ class Problem:
     Attributes:
         lane, worker: the communicator and thread on which the feature gradient travels during backward.
         feature_factor: multiplies the gradient of the features.
+        norms: of the rows.
+        kept_bytes: how much memory products may take from the forward pass to the backward pass.
+        optimizer: steps the rows in the backward pass; None where autograd is to have their gradients.
     """
 
     group: Group
@@ -58,6 +64,9 @@ class Problem:
     worker: Worker
     feature_factor: float
     chunk_classes: int | None
+    norms: RowNorms
+    kept_bytes: int
+    optimizer: RowOptimizer | None
 
 
 @dataclass(frozen=True)
@@ -89,12 +98,15 @@ class ShardedSoftmax(torch.autograd.Function):
         ctx: Any, features_bD: Tensor, weight: Tensor, bias: Tensor | None,
         state: Tensor, batch: GlobalBatch, problem: Problem,
     ) -> Tensor:  # fmt: skip
-        unit_bD, norms_b = features_bD.to(exact_dtype(weight)), None
+        unit_bD, norms_b = features_bD.to(kernels.exact_dtype(weight.dtype)), None
         if problem.margin.normalized:
             unit_bD, norms_b = kernels.unit_rows(unit_bD)
         features_BD = problem.group.all_gather(unit_bD.to(batch.compute_dtype), batch.sizes)
         owned = owned_samples(problem.layout, problem.group.rank, batch.labels_B)
-        chunks = Chunks(features_BD, weight, bias, problem.margin, state, problem.chunk_classes)
+        norms = problem.norms.of(weight, owned.rows) if problem.margin.normalized else None
+        chunks = Chunks(features_BD, weight, bias, problem.margin, state, problem.chunk_classes, norms)
+        trains = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        kept = chunks.keep(problem.kept_bytes) if trains else None
         own_cosines = chunks.target_cosines(owned)
         target_B = _targets_needed_first(problem, owned, own_cosines, batch)
         chunks.state = _next_state(problem.margin, state, target_B, batch)
@@ -110,25 +122,31 @@ class ShardedSoftmax(torch.autograd.Function):
         start = sum(batch.sizes[: problem.group.rank])
         ctx.by_norm_b = None if by_norm_B is None else by_norm_B[start : start + len(features_bD)]
         # What is large is saved, so that it is freed with the graph.
-        ctx.save_for_backward(weight, bias, features_BD, chunks.inverse_norms, unit_bD)
+        ctx.save_for_backward(weight, bias, features_BD, norms, unit_bD, kept)
         ctx.problem, ctx.state = problem, chunks.state
         ctx.pass_b_inputs = (targets, target_B, log_sum_exp, (weight_B > 0).to(weight_B.dtype))
         ctx.largest_weight = weight_B.amax() if len(weight_B) else weight_B.new_zeros(())
         ctx.norms_b, ctx.features_dtype = norms_b, features_bD.dtype
-        return loss
+        return loss.to(unit_bD.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         grad, problem = grads[0], ctx.problem
         # Raises if the rows were changed in place since the forward pass.
-        weight, bias, features_BD, inverse_norms, unit_bD = ctx.saved_tensors
+        weight, bias, features_BD, norms, unit_bD, kept = ctx.saved_tensors
         grad_weight = grad_bias = grad_features = None
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            chunks = Chunks(features_BD, weight, bias, problem.margin, ctx.state, problem.chunk_classes, inverse_norms)
-            targets, target_B, log_sum_exp, counts_B = ctx.pass_b_inputs
+            chunks = Chunks(features_BD, weight, bias, problem.margin, ctx.state, problem.chunk_classes, norms, kept)
             factor = ctx.largest_weight * grad
-            grad_weight, grad_bias = pass_b(chunks, targets, target_B, log_sum_exp, counts_B, factor)
+            if problem.optimizer is None:
+                dense = DenseGradients(weight, bias)
+                pass_b(chunks, *ctx.pass_b_inputs, factor, dense)
+                grad_weight, grad_bias = dense.weight, dense.bias
+            else:
+                problem.optimizer.begin(weight, bias)
+                pass_b(chunks, *ctx.pass_b_inputs, factor, problem.optimizer)
+                problem.optimizer.end()
         if ctx.features_future is not None:
             factor = grad * problem.feature_factor
             grad_features = ctx.features_future.result() * factor

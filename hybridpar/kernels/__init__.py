@@ -11,6 +11,44 @@ except ImportError as error:
     ) from error
 
 from hybridpar.kernels.packing import pack, unpack
-from hybridpar.kernels.softmax_reference import online_exp_, softmax_, unit_rows, unit_rows_backward_
+from hybridpar.kernels.rows import (
+    Adagrad,
+    AdamW,
+    Gradient,
+    Rounding,
+    Rows,
+    Sgd,
+    advance_rows,
+    load_rows,
+    measure_rows,
+    project_gradient,
+    step_adagrad,
+    step_adamw,
+    step_sgd,
+)
+from hybridpar.kernels.softmax import Own, add_exponentials, exact_dtype, to_probabilities
+from hybridpar.kernels.softmax_reference import unit_rows, unit_rows_backward_
 
-__all__ = ["online_exp_", "pack", "softmax_", "unit_rows", "unit_rows_backward_", "unpack"]
+__all__ = [
+    "Adagrad",
+    "AdamW",
+    "Gradient",
+    "Own",
+    "Rounding",
+    "Rows",
+    "Sgd",
+    "add_exponentials",
+    "advance_rows",
+    "exact_dtype",
+    "load_rows",
+    "measure_rows",
+    "pack",
+    "project_gradient",
+    "step_adagrad",
+    "step_adamw",
+    "step_sgd",
+    "to_probabilities",
+    "unit_rows",
+    "unit_rows_backward_",
+    "unpack",
+]

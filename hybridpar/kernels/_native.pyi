@@ -133,3 +133,78 @@ class EngineInbox:
 
     def stop(self, why: str) -> None:
         """From now on functions complete with this error as they run, and those that wait do so now."""
+
+class Chunk:
+    """Products [classes, batch] between rows and features (csrc/margin_softmax.h).
+
+    Here and below, memory is contiguous and given by its address, 0 for none; its dtype by its code.
+    """
+
+    def __init__(
+        self, products: int, dtype: int, classes: int, batch: int, inverse_norms: int, bias: int, scale: float
+    ) -> None: ...
+
+class OwnSamples:
+    """Samples whose own class is in the chunk, in ascending order of it."""
+
+    def __init__(self, count: int, classes: int, samples: int, values: int) -> None: ...
+
+def add_exponentials(
+    chunk: Chunk, own: OwnSamples, weights: int, maximum: int, total: int, rescale: int, threads: int
+) -> None: ...
+def to_probabilities(
+    chunk: Chunk,
+    own: OwnSamples,
+    probabilities: int,
+    maximum: int,
+    log_total: int,
+    counts: int,
+    sums: int,
+    threads: int,
+) -> None: ...
+
+class Rows:
+    """``count`` rows of a head: from ``first`` on, or those that ``indices`` names (csrc/row_update.h)."""
+
+    def __init__(
+        self, weight: int, dtype: int, width: int, count: int, indices: int, first: int, inverse_norms: int
+    ) -> None: ...
+
+class Gradient:
+    def __init__(self, values: int, dtype: int, factor: float) -> None: ...
+
+class State:
+    def __init__(self, values: int, dtype: int) -> None: ...
+
+class Rounding:
+    def __init__(self, stochastic: bool, seed: int) -> None: ...
+
+class Sgd:
+    def __init__(self, rate: float, momentum: float, decay: float, nesterov: bool) -> None: ...
+
+class AdamW:
+    def __init__(self, rate: float, first: float, second: float, epsilon: float, decay: float) -> None: ...
+
+class Adagrad:
+    def __init__(self, rate: float, epsilon: float, decay: float) -> None: ...
+
+def load_rows(rows: Rows, target: int, dtype: int, threads: int) -> None: ...
+def measure_rows(rows: Rows, threads: int) -> None: ...
+def project_gradient(rows: Rows, gradient: Gradient, target: int, threads: int) -> None: ...
+def step_sgd(
+    rows: Rows, gradient: Gradient, momentum: State, policy: Sgd, rounding: Rounding, threads: int
+) -> None: ...
+def step_adamw(
+    rows: Rows,
+    gradient: Gradient,
+    first: State,
+    second: State,
+    steps: int,
+    policy: AdamW,
+    rounding: Rounding,
+    threads: int,
+) -> None: ...
+def step_adagrad(
+    rows: Rows, gradient: Gradient, sums: int, policy: Adagrad, rounding: Rounding, threads: int
+) -> None: ...
+def advance_rows(rows: Rows, momentum: State, matrices: int, rounding: Rounding, threads: int) -> None: ...

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from hybridpar.kernels import _native
-from hybridpar.kernels.packing import _CODES, _NONE, _written, pack, unpack
+from hybridpar.kernels.packing import _NONE, CODES, _written, pack, unpack
 
 
 class PackTable:
@@ -26,7 +26,7 @@ class PackTable:
     def __init__(self, counts: Sequence[int], dtype: torch.dtype) -> None:
         self._counts = list(counts)
         self._count_array = np.array(self._counts, dtype=np.int64)
-        self._dtypes = np.full(len(self._counts), _CODES[dtype], dtype=np.uint8)
+        self._dtypes = np.full(len(self._counts), CODES[dtype], dtype=np.uint8)
 
     def pack(
         self, tensors: Sequence[torch.Tensor | None], bucket: torch.Tensor, scale: float = 1.0
@@ -36,7 +36,7 @@ class PackTable:
         if addresses is None:
             return pack(tensors, self._counts, bucket, scale)
         known = addresses, self._count_array, self._dtypes, _NONE, _NONE
-        nonfinite = _native.pack(*known, bucket.data_ptr(), bucket.numel(), _CODES[bucket.dtype], scale)
+        nonfinite = _native.pack(*known, bucket.data_ptr(), bucket.numel(), CODES[bucket.dtype], scale)
         _written([bucket])
         return nonfinite
 
@@ -48,7 +48,7 @@ class PackTable:
         if addresses is None:
             return unpack(bucket, self._counts, tensors, scale)
         known = addresses, self._count_array, self._dtypes, _NONE, _NONE
-        nonfinite = _native.unpack(bucket.data_ptr(), bucket.numel(), _CODES[bucket.dtype], *known, scale)
+        nonfinite = _native.unpack(bucket.data_ptr(), bucket.numel(), CODES[bucket.dtype], *known, scale)
         _written(tensors)  # type: ignore[arg-type]
         return nonfinite
 

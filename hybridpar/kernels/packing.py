@@ -16,7 +16,7 @@ from hybridpar.kernels import _native, cuda, pack_cuda, pack_reference
 
 _LOG = logging.getLogger(__name__)
 
-_CODES = {
+CODES = {
     torch.float32: _native.FLOAT32,
     torch.float64: _native.FLOAT64,
     torch.bfloat16: _native.BFLOAT16,
@@ -51,7 +51,7 @@ def pack(
     if not bucket.is_cpu:
         return _pack_on_device(tensors, counts, bucket, scale, present)
     arguments = _arguments(tensors, counts, present)
-    nonfinite = _native.pack(*arguments, bucket.data_ptr(), bucket.numel(), _CODES[bucket.dtype], scale)
+    nonfinite = _native.pack(*arguments, bucket.data_ptr(), bucket.numel(), CODES[bucket.dtype], scale)
     _written([bucket])
     return nonfinite
 
@@ -74,7 +74,7 @@ def unpack(
     arguments = _arguments(tensors, counts, present)
     if len(arguments[3]):
         _check_writable(present)
-    nonfinite = _native.unpack(bucket.data_ptr(), bucket.numel(), _CODES[bucket.dtype], *arguments, scale)
+    nonfinite = _native.unpack(bucket.data_ptr(), bucket.numel(), CODES[bucket.dtype], *arguments, scale)
     _written(present)
     return nonfinite
 
@@ -90,7 +90,7 @@ def _pack_on_device(
     if module is None:
         return pack_reference.pack(tensors, counts, bucket, scale)
     arguments = _arguments(tensors, counts, present)
-    nonfinite = pack_cuda.pack(module, arguments, bucket, _CODES[bucket.dtype], scale)
+    nonfinite = pack_cuda.pack(module, arguments, bucket, CODES[bucket.dtype], scale)
     _written([bucket])
     return nonfinite
 
@@ -108,7 +108,7 @@ def _unpack_on_device(
     arguments = _arguments(tensors, counts, present)
     if len(arguments[3]):
         _check_writable(present)
-    nonfinite = pack_cuda.unpack(module, arguments, bucket, _CODES[bucket.dtype], scale)
+    nonfinite = pack_cuda.unpack(module, arguments, bucket, CODES[bucket.dtype], scale)
     _written(present)
     return nonfinite
 
@@ -124,7 +124,7 @@ def _check(
     tensors: Sequence[torch.Tensor | None], counts: Sequence[int], bucket: torch.Tensor, scale: float
 ) -> list[torch.Tensor]:
     """Checks what both ways share; returns the tensors that are not None."""
-    if bucket.dtype not in _CODES:
+    if bucket.dtype not in CODES:
         raise TypeError(f"expected a bucket of {_names()}, got {bucket.dtype}; choose one of them as wire format")
     if bucket.dim() != 1 or not bucket.is_contiguous():
         raise ValueError(
@@ -142,8 +142,8 @@ def _check(
     present_counts = counts if len(present) == len(tensors) else _present_counts(tensors, counts)
     if list(map(torch.Tensor.numel, present)) != list(present_counts):
         raise ValueError(_first_wrong_count(tensors, counts))
-    if not {tensor.dtype for tensor in present} <= _CODES.keys():
-        i, tensor = next((i, t) for i, t in enumerate(tensors) if t is not None and t.dtype not in _CODES)
+    if not {tensor.dtype for tensor in present} <= CODES.keys():
+        i, tensor = next((i, t) for i, t in enumerate(tensors) if t is not None and t.dtype not in CODES)
         raise TypeError(f"expected tensors of {_names()}, got {tensor.dtype} at position {i}; cast it first")
     # is_cpu costs half of what device does.
     together = (
@@ -184,9 +184,9 @@ def _arguments(
         _check_addresses(present, addresses)
     kinds = {tensor.dtype for tensor in present}
     if len(kinds) <= 1:
-        dtypes = np.full(len(tensors), _CODES[kinds.pop()] if kinds else 0, dtype=np.uint8)
+        dtypes = np.full(len(tensors), CODES[kinds.pop()] if kinds else 0, dtype=np.uint8)
     else:
-        dtypes = np.array([0 if tensor is None else _CODES[tensor.dtype] for tensor in tensors], dtype=np.uint8)
+        dtypes = np.array([0 if tensor is None else CODES[tensor.dtype] for tensor in tensors], dtype=np.uint8)
     if not complete:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     plain = all(map(torch.Tensor.is_contiguous, present))
@@ -238,7 +238,7 @@ def _written(tensors: list[torch.Tensor]) -> None:
 
 
 def _names() -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in _CODES)
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in CODES)
 
 
 @functools.cache

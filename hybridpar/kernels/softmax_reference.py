@@ -1,37 +1,88 @@
-"""PyTorch references of the class-chunk kernels: a softmax over more classes than fit in memory, chunk by chunk.
+"""The kernels of csrc/margin_softmax.cc in plain PyTorch, where those do not serve and as their test oracle; unit rows.
 
-Shapes: B global batch, C classes of the chunk, D embedding size. Compiled kernels keep these signatures.
+Shapes: C classes of a chunk, B samples, T samples whose own class is in the chunk, n rows, D embedding size.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def online_exp_(logits_BC: Tensor, maximum_B: Tensor, total_B: Tensor) -> Tensor:
-    """Take one more chunk into a running log-sum-exp (Milakov and Gimelshein 2018).
+class Own(NamedTuple):
+    """Samples whose own class is in a chunk, in ascending order of it.
 
-    In place: ``maximum_B`` becomes the maximum so far, ``total_B`` the sum of exp(logit - maximum) so far, and
-    ``logits_BC`` becomes exp(logits - maximum).
-
-    Returns:
-        The factor [B] by which anything accumulated against the old maximum must be multiplied.
+    Attributes:
+        classes: int64 [T], places in the chunk.
+        samples: int64 [T], none twice.
+        values: exact [T], what stands in their places.
     """
-    new_maximum = torch.maximum(maximum_B, logits_BC.amax(dim=1))
-    rescale = torch.exp(maximum_B - new_maximum)
-    logits_BC.sub_(new_maximum[:, None]).exp_()
-    total_B.mul_(rescale).add_(logits_BC.sum(dim=1))
-    maximum_B.copy_(new_maximum)
-    return rescale
+
+    classes: Tensor
+    samples: Tensor
+    values: Tensor
 
 
-def softmax_(logits_BC: Tensor, maximum_B: Tensor, log_total_B: Tensor, weight_B: Tensor) -> Tensor:
-    """In place: probabilities times a weight for each sample, exp((logits - maximum) - log_total) * weight.
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which sums are accumulated: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
-    Maximum and logarithm of the sum are subtracted one after the other: added up first, they would lose digits.
-    """
-    return logits_BC.sub_(maximum_B[:, None]).sub_(log_total_B[:, None]).exp_().mul_(weight_B[:, None])
+
+def add_exponentials(
+    products_CB: Tensor,
+    inverse_norms_C: Tensor | None,
+    bias_C: Tensor | None,
+    scale: float,
+    own: Own,
+    maximum_B: Tensor,
+    total_B: Tensor,
+    out_CB: Tensor,
+) -> Tensor:
+    """See `hybridpar.kernels.add_exponentials`."""
+    logits_CB = _logits(products_CB, inverse_norms_C, bias_C, scale)
+    logits_CB[own.classes, own.samples] = own.values
+    new_maximum_B = torch.maximum(maximum_B, logits_CB.amax(dim=0)) if len(logits_CB) else maximum_B.clone()
+    rescale_B = torch.where(maximum_B == new_maximum_B, 1.0, torch.exp(maximum_B - new_maximum_B))
+    logits_CB.sub_(torch.where(new_maximum_B == -torch.inf, 0.0, new_maximum_B)).exp_()
+    total_B.mul_(rescale_B).add_(logits_CB.sum(dim=0))
+    maximum_B.copy_(new_maximum_B)
+    if inverse_norms_C is not None:
+        logits_CB.mul_(inverse_norms_C[:, None])
+    logits_CB[own.classes, own.samples] = 0.0
+    out_CB.copy_(logits_CB)
+    return rescale_B
+
+
+def to_probabilities(
+    products_CB: Tensor,
+    inverse_norms_C: Tensor | None,
+    bias_C: Tensor | None,
+    scale: float,
+    own: Own,
+    maximum_B: Tensor,
+    log_total_B: Tensor,
+    counts_B: Tensor,
+    out_CB: Tensor,
+    sums_C: Tensor | None,
+) -> None:
+    """See `hybridpar.kernels.to_probabilities`."""
+    values_CB = _logits(products_CB, inverse_norms_C, bias_C, scale)
+    values_CB.sub_(maximum_B).sub_(log_total_B).exp_().mul_(counts_B)
+    values_CB[own.classes, own.samples] = own.values
+    out_CB.copy_(values_CB)
+    if sums_C is not None:
+        sums_C.copy_(values_CB.sum(dim=1))
+
+
+def _logits(products_CB: Tensor, inverse_norms_C: Tensor | None, bias_C: Tensor | None, scale: float) -> Tensor:
+    logits_CB = products_CB.to(exact_dtype(products_CB.dtype), copy=True)
+    if inverse_norms_C is not None:
+        logits_CB.mul_(inverse_norms_C[:, None])
+    if bias_C is not None:
+        logits_CB.add_(bias_C[:, None])
+    return logits_CB.mul_(scale)
 
 
 def unit_rows(rows: Tensor, eps: float = 1e-12) -> tuple[Tensor, Tensor]:

@@ -152,7 +152,9 @@ class _LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_the_full_logits_never_exist(name: str) -> None:
     classes, batch, embedding, chunk = 1000, 64, 4, 50
-    case = Case(1, classes, MARGINS[name], embedding=embedding, chunk=chunk, sizes=((batch,),))
+    case = Case(
+        1, classes, MARGINS[name], embedding=embedding, chunk=chunk, sizes=((batch,),), head={"logits_budget": 0}
+    )
     problem = make_problem(case)
     head = make_head(group := hp.Group.alone(), case)
     set_rows(head, group, problem.weight, problem.bias)

@@ -1,0 +1,260 @@
+"""Optimizers of a head's rows, which step in the backward pass: each row as soon as its gradient is known.
+
+So the gradient of all rows never exists, and a row and its state are read and written once a step. Policies say what is
+done; a ``RowOptimizer`` does it to the rows of one head, and is driven like any optimizer of torch: by its
+``param_groups``, from a learning-rate scheduler.
+
+# Note [rounding of rows]
+A step may be smaller than the distance of two neighbouring numbers in bfloat16, and rounding to the nearest would lose
+it every time. So bfloat16 rows and states are rounded up or down at random, such that on average nothing is lost. The
+choice depends on the seed, the step, the rank, the row and the column alone: a run can be repeated, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar import kernels
+from hybridpar.head.norms import RowNorms
+from hybridpar.kernels import Gradient, Rounding, Rows
+
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class RowPolicy(ABC):
+    """Base of all.
+
+    Attributes:
+        lr: learning rate, at least 0. Where the head's loss is a mean over the global batch, that of any optimizer.
+        weight_decay: at least 0.
+        state_dtype: of moments: float32 or bfloat16; None means float32, or float64 for float64 rows.
+        stochastic_rounding: whether bfloat16 rows and states are rounded at random: Note [rounding of rows].
+        seed: of that.
+    """
+
+    lr: float
+    weight_decay: float = 0.0
+    state_dtype: torch.dtype | None = None
+    stochastic_rounding: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.check(self.hyperparameters())
+        if self.state_dtype not in (None, *STATE_DTYPES):
+            raise ValueError(f"{self._name}.state_dtype: expected float32, bfloat16 or None, got {self.state_dtype}")
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """What a parameter group starts with, and a scheduler may change."""
+        return {"lr": self.lr, "weight_decay": self.weight_decay}
+
+    def check(self, group: dict[str, Any]) -> None:
+        """Raises ValueError where hyperparameters are out of range."""
+        for name in ("lr", "weight_decay"):
+            if not (math.isfinite(group[name]) and group[name] >= 0):
+                raise ValueError(f"{self._name}.{name}: expected a finite number >= 0, got {group[name]}")
+
+    @abstractmethod
+    def states(self, rows: Tensor) -> dict[str, Tensor]:
+        """What is remembered of ``rows`` [n, D], before the first step."""
+
+    @abstractmethod
+    def step(
+        self, rows: Rows, gradient: Gradient, states: dict[str, Tensor], group: dict[str, Any], rounding: Rounding
+    ) -> None:
+        """One step of some rows."""
+
+    def _moments(self, rows: Tensor) -> Tensor:
+        wide = kernels.exact_dtype(rows.dtype)
+        narrow = self.state_dtype if wide == torch.float32 and self.state_dtype is not None else wide
+        return torch.zeros_like(rows, dtype=narrow, memory_format=torch.contiguous_format)
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"{name}: expected a number in [0, 1), got {value}")
+
+
+@dataclass(frozen=True)
+class RowSGD(RowPolicy):
+    """torch.optim.SGD for rows.
+
+    Args:
+        momentum: in [0, 1).
+        nesterov: Nesterov's form of it.
+    """
+
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def hyperparameters(self) -> dict[str, Any]:
+        return super().hyperparameters() | {"momentum": self.momentum, "nesterov": self.nesterov}
+
+    def check(self, group: dict[str, Any]) -> None:
+        super().check(group)
+        _check_share("RowSGD.momentum", group["momentum"])
+        if group["nesterov"] and not group["momentum"]:
+            raise ValueError("RowSGD.nesterov: expected a momentum above 0 with it, got 0")
+
+    def states(self, rows: Tensor) -> dict[str, Tensor]:
+        return {"momentum_buffer": self._moments(rows)} if self.momentum else {}
+
+    def step(
+        self, rows: Rows, gradient: Gradient, states: dict[str, Tensor], group: dict[str, Any], rounding: Rounding
+    ) -> None:
+        policy = kernels.Sgd(group["lr"], group["momentum"], group["weight_decay"], group["nesterov"])
+        kernels.step_sgd(rows, gradient, states.get("momentum_buffer"), policy, rounding)
+
+
+@dataclass(frozen=True)
+class RowAdamW(RowPolicy):
+    """torch.optim.AdamW for rows. Bias correction counts the steps of each row by itself.
+
+    Args:
+        betas: each in [0, 1).
+        eps: above 0.
+    """
+
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def hyperparameters(self) -> dict[str, Any]:
+        return super().hyperparameters() | {"betas": self.betas, "eps": self.eps}
+
+    def check(self, group: dict[str, Any]) -> None:
+        super().check(group)
+        for beta in group["betas"]:
+            _check_share("RowAdamW.betas", beta)
+        if not group["eps"] > 0:
+            raise ValueError(f"RowAdamW.eps: expected a number above 0, got {group['eps']}")
+
+    def states(self, rows: Tensor) -> dict[str, Tensor]:
+        steps = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+        return {"exp_avg": self._moments(rows), "exp_avg_sq": self._moments(rows), "steps": steps}
+
+    def step(
+        self, rows: Rows, gradient: Gradient, states: dict[str, Tensor], group: dict[str, Any], rounding: Rounding
+    ) -> None:
+        policy = kernels.AdamW(group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+        kernels.step_adamw(rows, gradient, states["exp_avg"], states["exp_avg_sq"], states["steps"], policy, rounding)
+
+
+@dataclass(frozen=True)
+class RowAdagrad(RowPolicy):
+    """Adagrad with one number a row: the sum over steps of the mean of its squared gradient.
+
+    Args:
+        eps: above 0.
+        initial_accumulator_value: where the sums start, at least 0.
+    """
+
+    eps: float = 1e-10
+    initial_accumulator_value: float = 0.0
+
+    def hyperparameters(self) -> dict[str, Any]:
+        return super().hyperparameters() | {"eps": self.eps}
+
+    def check(self, group: dict[str, Any]) -> None:
+        super().check(group)
+        if not group["eps"] > 0 or not self.initial_accumulator_value >= 0:
+            raise ValueError(
+                "RowAdagrad: expected eps above 0 and initial_accumulator_value of 0 or more, got "
+                f"{group['eps']} and {self.initial_accumulator_value}"
+            )
+
+    def states(self, rows: Tensor) -> dict[str, Tensor]:
+        exact = kernels.exact_dtype(rows.dtype)
+        return {"sums": torch.full((len(rows),), self.initial_accumulator_value, dtype=exact, device=rows.device)}
+
+    def step(
+        self, rows: Rows, gradient: Gradient, states: dict[str, Tensor], group: dict[str, Any], rounding: Rounding
+    ) -> None:
+        policy = kernels.Adagrad(group["lr"], group["eps"], group["weight_decay"])
+        kernels.step_adagrad(rows, gradient, states["sums"], policy, rounding)
+
+
+class RowOptimizer(torch.optim.Optimizer):
+    """Steps the rows (and biases) of one head in its backward pass, and takes part in no other way.
+
+    ``step()`` does nothing and ``zero_grad()`` finds nothing, so that a training loop may treat it as any optimizer.
+    ``param_groups`` holds one group, with the hyperparameters of the policy; ``state`` what is remembered of each
+    parameter, rows in the order of the parameter's.
+
+    Args:
+        policy: what is done.
+        weight, bias: parameters [n, D] and [n] or None.
+        norms: of the rows; kept up to date.
+        rank: of the head, for what is random.
+    """
+
+    def __init__(
+        self, policy: RowPolicy, weight: nn.Parameter, bias: nn.Parameter | None, norms: RowNorms | None, rank: int
+    ) -> None:
+        self.policy = policy
+        self._norms, self._rank = norms, rank
+        parameters = [weight] if bias is None else [weight, bias]
+        super().__init__(parameters, policy.hyperparameters())
+        for parameter in parameters:
+            self.state[parameter] = dict(policy.states(_as_rows(parameter)))
+        self.steps = 0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Nothing: the rows were stepped in the backward pass."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def take(self, rows: Rows, gradient: Gradient, sums_C: Tensor | None) -> None:
+        """As a sink of pass B: one step of some rows and their biases."""
+        group = self.param_groups[0]
+        weight, *bias = group["params"]
+        seed = (self.policy.seed * 0x1_0000_0001 + self.steps * 0x1_0001 + self._rank) & (1 << 64) - 1
+        rounding = Rounding(self.policy.stochastic_rounding, seed)
+        self.policy.step(rows, gradient, self.state[weight], group, rounding)
+        for parameter in bias:
+            assert sums_C is not None
+            column = rows._replace(weight=_as_rows(parameter), inverse_norms=None)
+            by_bias = Gradient(sums_C[:, None], gradient.factor)
+            self.policy.step(column, by_bias, self.state[parameter], group, rounding)
+
+    def begin(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Before the first of the rows of a step.
+
+        Args:
+            weight, bias: the parameters as they are now; what was remembered of those before belongs to them.
+
+        Raises:
+            ValueError: hyperparameters have left their range.
+        """
+        group = self.param_groups[0]
+        self.policy.check(group)
+        for place, (before, now) in enumerate(zip(group["params"], (weight, bias), strict=False)):
+            if before is not now:
+                group["params"][place] = now
+                self.state[now] = self.state.pop(before)
+
+    def end(self) -> None:
+        """After the last of the rows of a step."""
+        self.steps += 1
+        if self._norms is not None:
+            self._norms.updated(self.param_groups[0]["params"][0])
+        self.step()  # a scheduler counts the calls
+
+
+def _as_rows(parameter: Tensor) -> Tensor:
+    """[n, D], or of biases [n, 1]; the same memory."""
+    detached = parameter.detach()
+    return detached if detached.dim() == 2 else detached[:, None]

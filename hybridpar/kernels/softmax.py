@@ -1,0 +1,116 @@
+"""The doors of csrc/margin_softmax.cc: a softmax over more classes than fit in memory, chunk by chunk.
+
+The compiled kernels serve the CPU, the references elsewhere. Shapes: C classes of a chunk, B samples. A chunk lies
+class by class: see Note [class by class] in csrc/margin_softmax.h. ``exact`` is float64 for float64 products, else
+float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from hybridpar.kernels import _native, softmax_reference
+from hybridpar.kernels.packing import CODES
+from hybridpar.kernels.softmax_reference import Own, exact_dtype
+
+
+def add_exponentials(
+    products_CB: Tensor,
+    inverse_norms_C: Tensor | None,
+    bias_C: Tensor | None,
+    scale: float,
+    own: Own,
+    maximum_B: Tensor,
+    total_B: Tensor,
+    out_CB: Tensor,
+) -> Tensor:
+    """Take one more chunk into a running log-sum-exp (Milakov and Gimelshein 2018).
+
+    The logit of class c and sample b is scale * (products[c, b] * inverse_norms[c] + bias[c]), or what ``own`` says.
+
+    Args:
+        products_CB: float32, float64, bfloat16 or float16.
+        inverse_norms_C, bias_C: exact; None for all ones, and all zeros.
+        own: the samples whose own class is in this chunk, with their logits.
+        maximum_B, total_B: exact; become the maximum of the logits so far, and the sum of exp(logit - maximum) so far.
+            At first -inf and 0. A logit that is NaN or inf makes the total NaN.
+        out_CB: becomes exp(logit - maximum) * inverse_norm, and 0 for own classes; may be ``products_CB``.
+
+    Returns:
+        The factor [B] by which anything accumulated against the old maximum must be multiplied.
+    """
+    if not products_CB.is_cpu:
+        return softmax_reference.add_exponentials(
+            products_CB, inverse_norms_C, bias_C, scale, own, maximum_B, total_B, out_CB
+        )
+    rescale_B = torch.empty_like(maximum_B)
+    _check(products_CB, out_CB, inverse_norms_C, bias_C, own.values, maximum_B, total_B)
+    _native.add_exponentials(
+        _chunk(products_CB, inverse_norms_C, bias_C, scale), _own(own), out_CB.data_ptr(),
+        maximum_B.data_ptr(), total_B.data_ptr(), rescale_B.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    increment_version([maximum_B, total_B, out_CB])
+    return rescale_B
+
+
+def to_probabilities(
+    products_CB: Tensor,
+    inverse_norms_C: Tensor | None,
+    bias_C: Tensor | None,
+    scale: float,
+    own: Own,
+    maximum_B: Tensor,
+    log_total_B: Tensor,
+    counts_B: Tensor,
+    out_CB: Tensor,
+    sums_C: Tensor | None,
+) -> None:
+    """exp((logit - maximum) - log_total) * count, and the values of ``own`` for own classes.
+
+    Maximum and logarithm of the total are subtracted one after the other: added up first, they would lose digits.
+
+    Args:
+        products_CB, inverse_norms_C, bias_C, scale: as for ``add_exponentials``.
+        maximum_B, log_total_B, counts_B: exact.
+        out_CB: where they go, of the dtype of the products; may be ``products_CB``.
+        sums_C: exact; becomes their sum for each class, before they are rounded. None where nobody needs it.
+    """
+    if not products_CB.is_cpu:
+        return softmax_reference.to_probabilities(
+            products_CB, inverse_norms_C, bias_C, scale, own, maximum_B, log_total_B, counts_B, out_CB, sums_C
+        )
+    _check(products_CB, out_CB, inverse_norms_C, bias_C, own.values, maximum_B, log_total_B, counts_B, sums_C)
+    _native.to_probabilities(
+        _chunk(products_CB, inverse_norms_C, bias_C, scale), _own(own), out_CB.data_ptr(), maximum_B.data_ptr(),
+        log_total_B.data_ptr(), counts_B.data_ptr(), 0 if sums_C is None else sums_C.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    increment_version([out_CB] if sums_C is None else [out_CB, sums_C])
+    return None
+
+
+def _chunk(products_CB: Tensor, inverse_norms_C: Tensor | None, bias_C: Tensor | None, scale: float) -> _native.Chunk:
+    return _native.Chunk(
+        products_CB.data_ptr(), CODES[products_CB.dtype], *products_CB.shape,
+        0 if inverse_norms_C is None else inverse_norms_C.data_ptr(), 0 if bias_C is None else bias_C.data_ptr(), scale,
+    )  # fmt: skip
+
+
+def _own(own: Own) -> _native.OwnSamples:
+    return _native.OwnSamples(len(own.classes), own.classes.data_ptr(), own.samples.data_ptr(), own.values.data_ptr())
+
+
+def _check(products_CB: Tensor, out_CB: Tensor, *exact: Tensor | None) -> None:
+    if products_CB.dtype not in CODES or out_CB.dtype != products_CB.dtype or out_CB.shape != products_CB.shape:
+        raise TypeError(
+            f"expected products and results of one floating-point dtype and shape, got {products_CB.dtype} "
+            f"{tuple(products_CB.shape)} and {out_CB.dtype} {tuple(out_CB.shape)}"
+        )
+    wanted = exact_dtype(products_CB.dtype)
+    given = [tensor for tensor in exact if tensor is not None]
+    if not all(tensor.dtype == wanted and tensor.is_contiguous() for tensor in given):
+        raise TypeError(f"expected contiguous {wanted} beside the products, got {[tensor.dtype for tensor in given]}")
+    if not (products_CB.is_contiguous() and out_CB.is_contiguous()):
+        raise ValueError(f"expected contiguous products and results, got strides {products_CB.stride()}")
