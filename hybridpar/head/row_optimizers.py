@@ -147,7 +147,8 @@ class RowAdamW(RowPolicy):
     def step(
         self, rows: Rows, gradient: Gradient, states: dict[str, Tensor], group: dict[str, Any], rounding: Rounding
     ) -> None:
-        policy = kernels.AdamW(group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+        first, second = group["betas"]
+        policy = kernels.AdamW(group["lr"], first, second, group["eps"], group["weight_decay"])
         kernels.step_adamw(rows, gradient, states["exp_avg"], states["exp_avg_sq"], states["steps"], policy, rounding)
 
 
@@ -210,7 +211,7 @@ class RowOptimizer(torch.optim.Optimizer):
             self.state[parameter] = dict(policy.states(_as_rows(parameter)))
         self.steps = 0
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Nothing: the rows were stepped in the backward pass."""
         if closure is None:
             return None
@@ -241,7 +242,8 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         group = self.param_groups[0]
         self.policy.check(group)
-        for place, (before, now) in enumerate(zip(group["params"], (weight, bias), strict=False)):
+        given = [weight] if bias is None else [weight, bias]
+        for place, (before, now) in enumerate(zip(group["params"], given, strict=True)):
             if before is not now:
                 group["params"][place] = now
                 self.state[now] = self.state.pop(before)

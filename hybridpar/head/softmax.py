@@ -138,14 +138,15 @@ class ShardedSoftmax(torch.autograd.Function):
         grad_weight = grad_bias = grad_features = None
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             chunks = Chunks(features_BD, weight, bias, problem.margin, ctx.state, problem.chunk_classes, norms, kept)
+            targets, target_B, log_sum_exp, counts_B = ctx.pass_b_inputs
             factor = ctx.largest_weight * grad
             if problem.optimizer is None:
                 dense = DenseGradients(weight, bias)
-                pass_b(chunks, *ctx.pass_b_inputs, factor, dense)
+                pass_b(chunks, targets, target_B, log_sum_exp, counts_B, factor, dense)
                 grad_weight, grad_bias = dense.weight, dense.bias
             else:
                 problem.optimizer.begin(weight, bias)
-                pass_b(chunks, *ctx.pass_b_inputs, factor, problem.optimizer)
+                pass_b(chunks, targets, target_B, log_sum_exp, counts_B, factor, problem.optimizer)
                 problem.optimizer.end()
         if ctx.features_future is not None:
             factor = grad * problem.feature_factor

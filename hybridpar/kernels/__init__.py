@@ -12,12 +12,6 @@ except ImportError as error:
 
 from hybridpar.kernels.packing import pack, unpack
 from hybridpar.kernels.rows import (
-    Adagrad,
-    AdamW,
-    Gradient,
-    Rounding,
-    Rows,
-    Sgd,
     advance_rows,
     load_rows,
     measure_rows,
@@ -26,8 +20,9 @@ from hybridpar.kernels.rows import (
     step_adamw,
     step_sgd,
 )
-from hybridpar.kernels.softmax import Own, add_exponentials, exact_dtype, to_probabilities
-from hybridpar.kernels.softmax_reference import unit_rows, unit_rows_backward_
+from hybridpar.kernels.rows_reference import Adagrad, AdamW, Gradient, Rounding, Rows, Sgd
+from hybridpar.kernels.softmax import add_exponentials, to_probabilities
+from hybridpar.kernels.softmax_reference import Own, exact_dtype, unit_rows, unit_rows_backward_
 
 __all__ = [
     "Adagrad",

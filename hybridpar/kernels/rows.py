@@ -20,7 +20,7 @@ def load_rows(rows: Rows, out: Tensor) -> None:
     """``out`` [C, D], of any of the four floating-point dtypes, becomes the rows."""
     if not out.is_cpu:
         return rows_reference.load_rows(rows, out)
-    _check(rows, out, count=rows.count)
+    _check(rows, out, count=rows.size)
     _native.load_rows(_rows(rows), out.data_ptr(), CODES[out.dtype], torch.get_num_threads())
     return increment_version(out)
 
@@ -38,7 +38,7 @@ def project_gradient(rows: Rows, gradient: Gradient, out: Tensor) -> None:
     """``out`` [C, D], of the dtype of the rows, becomes the gradient by the rows: Note [projection] in row_update.h."""
     if not out.is_cpu:
         return rows_reference.project_gradient(rows, gradient, out)
-    _check(rows, gradient.values, out, count=rows.count)
+    _check(rows, gradient.values, out, count=rows.size)
     if out.dtype != rows.weight.dtype:
         raise TypeError(f"expected a gradient of {rows.weight.dtype}, as the rows, got {out.dtype}")
     _native.project_gradient(_rows(rows), _gradient(gradient), out.data_ptr(), torch.get_num_threads())
@@ -54,7 +54,7 @@ def step_sgd(rows: Rows, gradient: Gradient, momentum: Tensor | None, policy: Sg
     """
     if not rows.weight.is_cpu:
         return rows_reference.step_sgd(rows, gradient, momentum, policy, rounding)
-    _check(rows, gradient.values, count=rows.count)
+    _check(rows, gradient.values, count=rows.size)
     _check(rows, momentum, count=len(rows.weight))
     _native.step_sgd(
         _rows(rows), _gradient(gradient), _state(momentum), _native.Sgd(*policy), _native.Rounding(*rounding),
@@ -75,7 +75,7 @@ def step_adamw(
     """
     if not rows.weight.is_cpu:
         return rows_reference.step_adamw(rows, gradient, first, second, steps, policy, rounding)
-    _check(rows, gradient.values, count=rows.count)
+    _check(rows, gradient.values, count=rows.size)
     _check(rows, first, second, count=len(rows.weight))
     if steps.dtype != torch.int64 or not steps.is_contiguous() or len(steps) != len(rows.weight):
         raise TypeError(f"expected steps as contiguous int64 [{len(rows.weight)}], got {steps.dtype} {steps.shape}")
@@ -95,7 +95,7 @@ def step_adagrad(rows: Rows, gradient: Gradient, sums: Tensor, policy: Adagrad, 
     """
     if not rows.weight.is_cpu:
         return rows_reference.step_adagrad(rows, gradient, sums, policy, rounding)
-    _check(rows, gradient.values, count=rows.count)
+    _check(rows, gradient.values, count=rows.size)
     _check_exact(rows, sums)
     _native.step_adagrad(
         _rows(rows), _gradient(gradient), sums.data_ptr(), _native.Adagrad(*policy), _native.Rounding(*rounding),
@@ -114,8 +114,8 @@ def advance_rows(rows: Rows, momentum: Tensor | None, matrices: Tensor, rounding
     if not rows.weight.is_cpu:
         return rows_reference.advance_rows(rows, momentum, matrices, rounding)
     _check(rows, momentum, count=len(rows.weight))
-    if matrices.dtype != torch.float64 or matrices.shape != (rows.count, 4) or not matrices.is_contiguous():
-        raise TypeError(f"expected contiguous float64 [{rows.count}, 4], got {matrices.dtype} {tuple(matrices.shape)}")
+    if matrices.dtype != torch.float64 or matrices.shape != (rows.size, 4) or not matrices.is_contiguous():
+        raise TypeError(f"expected contiguous float64 [{rows.size}, 4], got {matrices.dtype} {tuple(matrices.shape)}")
     _native.advance_rows(
         _rows(rows), _state(momentum), matrices.data_ptr(), _native.Rounding(*rounding), torch.get_num_threads()
     )
@@ -124,7 +124,7 @@ def advance_rows(rows: Rows, momentum: Tensor | None, matrices: Tensor, rounding
 
 def _rows(rows: Rows) -> _native.Rows:
     return _native.Rows(
-        rows.weight.data_ptr(), CODES[rows.weight.dtype], rows.weight.shape[1], rows.count,
+        rows.weight.data_ptr(), CODES[rows.weight.dtype], rows.weight.shape[1], rows.size,
         0 if rows.indices is None else rows.indices.data_ptr(), rows.first,
         0 if rows.inverse_norms is None else rows.inverse_norms.data_ptr(),
     )  # fmt: skip
@@ -144,10 +144,10 @@ def _check(rows: Rows, *beside: Tensor | None, count: int = 0) -> None:
     if weight.dim() != 2 or weight.dtype not in CODES or not weight.is_contiguous():
         raise TypeError(f"expected contiguous floating-point rows [n, D], got {weight.dtype} {tuple(weight.shape)}")
     if indices is None:
-        if not 0 <= rows.first <= rows.first + rows.count <= len(weight):
-            raise ValueError(f"expected rows within [0, {len(weight)}), got {rows.count} from {rows.first} on")
-    elif indices.dtype != torch.int64 or indices.shape != (rows.count,) or not indices.is_contiguous():
-        raise TypeError(f"expected indices as contiguous int64 [{rows.count}], got {indices.dtype} {indices.shape}")
+        if not 0 <= rows.first <= rows.first + rows.size <= len(weight):
+            raise ValueError(f"expected rows within [0, {len(weight)}), got {rows.size} from {rows.first} on")
+    elif indices.dtype != torch.int64 or indices.shape != (rows.size,) or not indices.is_contiguous():
+        raise TypeError(f"expected indices as contiguous int64 [{rows.size}], got {indices.dtype} {indices.shape}")
     for tensor in beside:
         if tensor is None:
             continue

@@ -23,19 +23,19 @@ class Rows(NamedTuple):
     Attributes:
         weight: [n, D], contiguous.
         inverse_norms: exact [n], 1 / max(norm, 1e-12); None where rows are not normalised.
-        first, count: the rows [first, first + count), where there are no ``indices``.
-        indices: int64 [C], their numbers, none twice; ``count`` is C.
+        first, size: the rows [first, first + size), where there are no ``indices``.
+        indices: int64 [C], their numbers, none twice; ``size`` is C.
     """
 
     weight: Tensor
     inverse_norms: Tensor | None
     first: int
-    count: int
+    size: int
     indices: Tensor | None = None
 
     @property
     def selection(self) -> Tensor | slice:
-        return slice(self.first, self.first + self.count) if self.indices is None else self.indices
+        return slice(self.first, self.first + self.size) if self.indices is None else self.indices
 
 
 class Gradient(NamedTuple):
@@ -161,7 +161,7 @@ def _store_weight(rows: Rows, values: Tensor, rounding: Rounding) -> None:
 
 def _store(target: Tensor, rows: Rows, values: Tensor, rounding: Rounding, *, stream: int) -> None:
     if rounding.stochastic and target.dtype == torch.bfloat16:
-        numbers = torch.arange(rows.first, rows.first + rows.count) if rows.indices is None else rows.indices
+        numbers = torch.arange(rows.first, rows.first + rows.size) if rows.indices is None else rows.indices
         random = _random_bits(numbers.cpu(), target.shape[1], rounding.seed, stream).to(target.device)
         bits = values.float().view(torch.int32)
         finite = values.isfinite()
@@ -190,4 +190,5 @@ def _mixed(state: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
     """The output function of SplitMix64."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
-    return state ^ (state >> np.uint64(31))
+    state ^= state >> np.uint64(31)
+    return state

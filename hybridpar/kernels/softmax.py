@@ -92,8 +92,9 @@ def to_probabilities(
 
 
 def _chunk(products_CB: Tensor, inverse_norms_C: Tensor | None, bias_C: Tensor | None, scale: float) -> _native.Chunk:
+    classes, batch = products_CB.shape
     return _native.Chunk(
-        products_CB.data_ptr(), CODES[products_CB.dtype], *products_CB.shape,
+        products_CB.data_ptr(), CODES[products_CB.dtype], classes, batch,
         0 if inverse_norms_C is None else inverse_norms_C.data_ptr(), 0 if bias_C is None else bias_C.data_ptr(), scale,
     )  # fmt: skip
 

@@ -41,7 +41,7 @@ def _twin(rows: Rows) -> Rows:
 
 
 def _gradient(rows: Rows, dtype: torch.dtype) -> Gradient:
-    return Gradient(torch.randn(rows.count, rows.weight.shape[1]).to(dtype), 0.25)
+    return Gradient(torch.randn(rows.size, rows.weight.shape[1]).to(dtype), 0.25)
 
 
 def _state(rows: Rows, dtype: torch.dtype, *, positive: bool = False) -> Tensor:
@@ -99,7 +99,7 @@ def _apply(module: Any, kind: str, rows: Rows, gradient: Gradient, states: list[
         extra = [torch.rand(len(rows.weight), generator=torch.Generator().manual_seed(1)).to(exact) + 0.1]
         module.step_adagrad(rows, gradient, extra[0], kernels.Adagrad(0.1, decay=0.01), NEAREST)
     elif kind == "advance":
-        matrices = torch.rand(rows.count, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        matrices = torch.rand(rows.size, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         module.advance_rows(rows, states[0], matrices, NEAREST)
     else:
         dtype = rows.weight.dtype if kind == "project" else gradient.values.dtype
@@ -142,7 +142,7 @@ def test_gradients_are_projected_as_autograd_does() -> None:
 )
 def test_steps_are_those_of_torch(dtype: torch.dtype, optimizer: Any, policy: Any) -> None:
     """Linear rows, so that the gradient is torch's; every row in every step."""
-    rows = _rows(20, 17, dtype, normalized=False)._replace(first=0, count=25)
+    rows = _rows(20, 17, dtype, normalized=False)._replace(first=0, size=25)
     twin = rows.weight.clone().requires_grad_()
     theirs = optimizer([twin])
     first, second = torch.zeros_like(rows.weight), torch.zeros_like(rows.weight)
@@ -160,7 +160,7 @@ def test_steps_are_those_of_torch(dtype: torch.dtype, optimizer: Any, policy: An
 
 
 def test_adagrad_divides_a_row_by_the_root_of_its_mean_squares() -> None:
-    rows = _rows(4, 6, torch.float64, normalized=False)._replace(first=0, count=9)
+    rows = _rows(4, 6, torch.float64, normalized=False)._replace(first=0, size=9)
     start, sums, expected = rows.weight.clone(), torch.zeros(9, dtype=torch.float64), torch.zeros(9, 6).double()
     squares = torch.zeros(9, dtype=torch.float64)
     for _ in range(3):
@@ -226,7 +226,7 @@ def test_what_is_not_finite_stays_so_when_rounded_at_random() -> None:
 
 def test_steps_without_a_gradient_in_one() -> None:
     """Twenty dense steps of torch's SGD with no gradient but decay."""
-    rows = _rows(8, 12, torch.float64, normalized=False)._replace(first=0, count=13)
+    rows = _rows(8, 12, torch.float64, normalized=False)._replace(first=0, size=13)
     momentum = torch.randn(13, 12, dtype=torch.float64)
     twin = rows.weight.clone().requires_grad_()
     optimizer = torch.optim.SGD([twin], 0.1, momentum=0.9, weight_decay=0.05)
