@@ -11,11 +11,10 @@ import nanobind
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-_MODULES = ("board", "engine_inbox", "margin_softmax", "pack", "parallel", "reduce", "row_update", "shm")
+_MODULES = ("board", "engine_inbox", "margin_softmax", "pack", "parallel", "reduce", "row_update", "sample", "shm")
+_HEADERS = ("bindings_head", "check", "clones", "exponential", "ranges", "splitmix", "types")
 SOURCES = [f"csrc/{name}.cc" for name in ("bindings", "bindings_head", "shm_buckets", *_MODULES)]
-HEADERS = [
-    f"csrc/{name}.h" for name in ("bindings_head", "check", "clones", "exponential", "ranges", "types", *_MODULES)
-]
+HEADERS = [f"csrc/{name}.h" for name in (*_HEADERS, *_MODULES)]
 
 
 def native_extension() -> Extension:

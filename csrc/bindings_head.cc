@@ -5,6 +5,7 @@
 #include "check.h"
 #include "margin_softmax.h"
 #include "row_update.h"
+#include "sample.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -140,12 +141,26 @@ void bind_rows(nb::module_ &module) {
         "rows"_a, "momentum"_a, "matrices"_a, "rounding"_a, "threads"_a);
 }
 
+void bind_sample(nb::module_ &module) {
+    module.def(
+        "draw_with",
+        [](std::uintptr_t kept, std::int64_t kept_count, std::int64_t size, std::int64_t count, std::uint64_t seed,
+           std::uintptr_t result) {
+            check(kept_count >= 0 && count >= 0 && count <= size - kept_count, "expected at most ", size - kept_count,
+                  " numbers to draw, got ", count);
+            const nb::gil_scoped_release release;
+            draw_with(at<const std::int64_t>(kept), kept_count, size, count, seed, at<std::int64_t>(result));
+        },
+        "kept"_a, "kept_count"_a, "size"_a, "count"_a, "seed"_a, "result"_a);
+}
+
 } // namespace
 
 void bind_head(nb::module_ &module) {
     bind_margin_softmax(module);
     bind_policies(module);
     bind_rows(module);
+    bind_sample(module);
 }
 
 } // namespace hybridpar

@@ -8,6 +8,7 @@
 
 #include "clones.h"
 #include "parallel.h"
+#include "splitmix.h"
 
 namespace hybridpar {
 namespace {
@@ -19,13 +20,6 @@ constexpr std::int64_t kLanes = 32;
 
 std::int64_t blocks(const Rows &rows) {
     return (rows.count + kBlock - 1) / kBlock;
-}
-
-// The final mixing of SplitMix64 (Steele et al. 2014).
-inline std::uint64_t mixed(std::uint64_t state) {
-    state = (state ^ (state >> 30)) * 0xbf58476d1ce4e5b9u;
-    state = (state ^ (state >> 27)) * 0x94d049bb133111ebu;
-    return state ^ (state >> 31);
 }
 
 // 32 random bits of a counter.

@@ -31,6 +31,7 @@ from hybridpar.head.margins import (
 )
 from hybridpar.head.replicated import ReplicatedClassifier
 from hybridpar.head.row_optimizers import RowAdagrad, RowAdamW, RowOptimizer, RowPolicy, RowSGD
+from hybridpar.head.samplers import Drawn, Sampler, UniformSampler
 from hybridpar.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "CosFace",
     "CurricularFace",
     "DataParallel",
+    "Drawn",
     "GlobalOrder",
     "Group",
     "MagFace",
@@ -55,11 +57,13 @@ __all__ = [
     "RowOptimizer",
     "RowPolicy",
     "RowSGD",
+    "Sampler",
     "ShardedClassifier",
     "Softmax",
     "SphereFace",
     "SyncBatchNorm",
     "Timeline",
+    "UniformSampler",
     "Wire",
     "abort_thread_group",
     "checkpoint",

@@ -203,6 +203,8 @@ def _write_files(
         replicated = optimizers.tensors(named_optimizers, names, rows=False)
         if head is not None and head.margin_state.numel():
             replicated["margin_state"] = head.margin_state
+        if head is not None and head.draws is not None:
+            replicated["draws"] = head.draws
         entries.append(files.write_tensors(partial / "replicated.safetensors", replicated))
     return entries, row_description
 
@@ -256,6 +258,8 @@ def _restore(
         head.load_state_dict({name: row_tensors[name] for name, _ in head.named_parameters()}, strict=False)
         if manifest["head"]["margin"] == repr(head.margin):
             head.margin_state.copy_(replicated.get("margin_state", head.margin_state))
+            if head.draws is not None:
+                head.draws.copy_(replicated.get("draws", head.draws))
         elif group.rank == 0:
             log.warning("the checkpoint's margin was %s, it is now %s", manifest["head"]["margin"], head.margin)
     if optimizer is not None:

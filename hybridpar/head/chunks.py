@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybridpar import kernels
 from hybridpar.head.margins import Margin
+from hybridpar.head.samplers import Drawn
 from hybridpar.kernels import Gradient, Own, Rows
 from hybridpar.partition.layout import Layout
 
@@ -34,6 +35,11 @@ class Owned(NamedTuple):
     rows: Tensor
     places: Tensor
     host_places: Tensor
+
+    def among(self, rows: Tensor) -> Owned:
+        """The same where only some rows take part: int64 on the CPU, ascending, all of theirs among them."""
+        host_places = torch.searchsorted(rows, self.rows.cpu())
+        return self._replace(places=host_places.to(self.places.device), host_places=host_places)
 
     def within(self, begin: int, end: int, values: Tensor) -> Own:
         """Those at places [begin, end), with their ``values`` [T], as the kernels take them."""
@@ -98,6 +104,12 @@ def matrix_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     return out.copy_(torch.mm(left, right))
 
 
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
 class Chunks:
     """The rows of this rank that take part, chunk by chunk, with the products of the global batch and each.
 
@@ -108,6 +120,7 @@ class Chunks:
         state: what the margin remembers, as of this step.
         chunk_classes: C; None chooses by cache size.
         inverse_norms: 1 / max(norm, 1e-12) of each row [n]; None for a linear softmax.
+        drawn: which rows take part; None for all of them.
         kept: products [k, B] of the first rows: what pass A leaves for pass B, so far as memory may be used for it.
     """
 
@@ -120,14 +133,20 @@ class Chunks:
         state: Tensor,
         chunk_classes: int | None,
         inverse_norms: Tensor | None,
+        drawn: Drawn | None = None,
         kept: Tensor | None = None,
     ) -> None:
         self.features, self.weight, self.margin, self.state = features_BD, weight.detach(), margin, state
         self.exact = torch.promote_types(kernels.exact_dtype(weight.dtype), kernels.exact_dtype(features_BD.dtype))
-        # Row kernels take norms in the exact dtype of the rows.
+        self._drawn = None if drawn is None else drawn.rows.to(weight.device)
+        self.length = len(weight) if drawn is None else len(drawn.rows)
+        # Row kernels take the norms of all rows, in the exact dtype of the rows.
         self._row_norms = inverse_norms
-        self.inverse_norms = None if inverse_norms is None else inverse_norms.to(self.exact)
-        self.bias = None if bias is None else bias.detach().to(self.exact)
+        self.inverse_norms = self._taking_part(inverse_norms)
+        self.bias = self._taking_part(None if bias is None else bias.detach())
+        shifts = None if drawn is None else drawn.shifts
+        self._shifts = None if shifts is None else (shifts / margin.scale).to(weight.device, self.exact)
+        self._added = _sum(self.bias, self._shifts)
         self.kept = kept
         # CUDA gives products of half precision in float32 at no cost; libraries for the CPU round them.
         rounded = features_BD.is_cpu and kernels.exact_dtype(features_BD.dtype) == self.exact
@@ -136,35 +155,43 @@ class Chunks:
         self._features_DB = features_BD.T
         self._scratch: dict[str, Tensor] = {}
 
+    def _taking_part(self, values: Tensor | None) -> Tensor | None:
+        """[m] of [n]."""
+        if values is None:
+            return None
+        return (values if self._drawn is None else values[self._drawn]).to(self.exact)
+
     @property
     def spans(self) -> Iterator[tuple[int, int]]:
         """[begin, end) of each chunk."""
-        rows = len(self.weight)
-        return ((begin, min(begin + self._size, rows)) for begin in range(0, rows, self._size))
+        size, length = self._size, self.length
+        return ((begin, min(begin + size, length)) for begin in range(0, length, size))
 
     def keep(self, budget_bytes: int) -> Tensor | None:
         """From now on, keep the products of as many rows as fit into so much memory."""
         row_bytes = max(len(self.features), 1) * self.product_dtype.itemsize
         rows = budget_bytes // row_bytes
-        rows = len(self.weight) if rows >= len(self.weight) else rows // self._size * self._size  # whole chunks
+        rows = self.length if rows >= self.length else rows // self._size * self._size  # whole chunks
         self.kept = self.features.new_empty((rows, len(self.features)), dtype=self.product_dtype) if rows else None
         return self.kept
 
     def block(self, begin: int, end: int) -> Rows:
         """The rows of a chunk, for kernels."""
-        return Rows(self.weight, self._row_norms, begin, end - begin)
+        if self._drawn is None:
+            return Rows(self.weight, self._row_norms, begin, end - begin)
+        return Rows(self.weight, self._row_norms, 0, end - begin, self._drawn[begin:end])
 
     def scratch(self, name: str, count: int, width: int, dtype: torch.dtype) -> Tensor:
         """Memory [count, width] that lasts until the next chunk asks for it by this name."""
         memory = self._scratch.get(name)
         if memory is None or memory.dtype != dtype or memory.shape[1] != width or len(memory) < count:
-            most = max(count, min(self._size, len(self.weight)))
+            most = max(count, min(self._size, self.length))
             memory = self._scratch[name] = self.features.new_empty((most, width), dtype=dtype)
         return memory[:count]
 
     def rows(self, begin: int, end: int) -> Tensor:
         """Rows [C, D] in the dtype of the matrix products."""
-        if self.weight.dtype == self.features.dtype:
+        if self._drawn is None and self.weight.dtype == self.features.dtype:
             return self.weight[begin:end]
         rows_CD = self.scratch("rows", end - begin, self.weight.shape[1], self.features.dtype)
         kernels.load_rows(self.block(begin, end), rows_CD)
@@ -189,16 +216,20 @@ class Chunks:
         return None if self.inverse_norms is None else self.inverse_norms[begin:end]
 
     def biases(self, begin: int, end: int) -> Tensor | None:
-        """[C] of a chunk."""
-        return None if self.bias is None else self.bias[begin:end]
+        """[C] of a chunk, with what is added to logits, in units of the scale."""
+        return None if self._added is None else self._added[begin:end]
+
+    def shifts(self, begin: int, end: int) -> Tensor | None:
+        """[C] of a chunk: what is added to logits, in units of the scale."""
+        return None if self._shifts is None else self._shifts[begin:end]
 
     def cosines(self, products_CB: Tensor, begin: int, end: int) -> Tensor:
         """Cosines [C, B], or with a linear softmax w . x + b; exact."""
         cosines_CB = products_CB.to(self.exact, copy=True)
         if (norms_C := self.norms(begin, end)) is not None:
             cosines_CB *= norms_C[:, None]
-        if (biases_C := self.biases(begin, end)) is not None:
-            cosines_CB += biases_C[:, None]
+        if self.bias is not None:
+            cosines_CB += self.bias[begin:end, None]
         return cosines_CB
 
     def changed(self, products_CB: Tensor, begin: int, end: int, target_B: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -214,8 +245,8 @@ class Chunks:
         features = self.features[owned.samples].to(self.exact)
         cosines = torch.sum(features * self.weight[owned.rows].to(self.exact), dim=1)
         if self.inverse_norms is not None:
-            cosines *= self.inverse_norms[owned.rows]
-        return cosines if self.bias is None else cosines + self.bias[owned.rows]
+            cosines *= self.inverse_norms[owned.places]
+        return cosines if self.bias is None else cosines + self.bias[owned.places]
 
     def targets(self, owned: Owned, cosines: Tensor, norms_B: Tensor | None) -> Targets:
         """The margin applied to ``target_cosines``."""
@@ -260,7 +291,8 @@ def _exponentials(
         rescale_B = kernels.add_exponentials(products_CB, norms_C, chunks.biases(begin, end), scale, *running)
     else:
         out_CB, slopes_CB = changed
-        rescale_B = kernels.add_exponentials(out_CB, None, None, scale, own, maximum_B, total_B, out_CB)
+        shifts_C = chunks.shifts(begin, end)
+        rescale_B = kernels.add_exponentials(out_CB, None, shifts_C, scale, own, maximum_B, total_B, out_CB)
         out_CB *= slopes_CB if norms_C is None else slopes_CB * norms_C[:, None]
     return out_CB.to(chunks.features.dtype), rescale_B
 
@@ -270,11 +302,11 @@ def feature_gradient(
 ) -> Tensor:
     """This rank's part of the gradient by the (unit) features, [B, D]; ``weight_B`` weighs the samples in the loss."""
     assert local.product_BD is not None
-    samples, rows = targets.owned.samples, targets.owned.rows
+    samples, rows, places, _ = targets.owned
     gradient_BD = local.product_BD * torch.exp(log_sum_exp.below(local.maximum_B))[:, None]
     own = torch.expm1(log_sum_exp.below(targets.logits, samples)) * targets.by_cosine
     if chunks.inverse_norms is not None:
-        own *= chunks.inverse_norms[rows]
+        own *= chunks.inverse_norms[places]
     gradient_BD[samples] += chunks.weight[rows].to(chunks.exact) * own[:, None]
     return gradient_BD.mul_((weight_B * chunks.margin.scale)[:, None])
 
@@ -288,14 +320,20 @@ class Sink(Protocol):
 
 
 class DenseGradients:
-    """Gradients of all rows [n, D] and biases [n], as autograd wants them."""
+    """Gradients of all rows [n, D] and biases [n], as autograd wants them: zero for rows that take no part."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = torch.empty_like(weight)
-        self.bias = None if bias is None else torch.empty_like(bias)
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, all_rows: bool) -> None:
+        empty = torch.empty_like if all_rows else torch.zeros_like
+        self.weight = empty(weight, memory_format=torch.contiguous_format)
+        self.bias = None if bias is None else empty(bias)
 
     def take(self, rows: Rows, gradient: Gradient, sums_C: Tensor | None) -> None:
-        kernels.project_gradient(rows, gradient, self.weight[rows.selection])
+        if rows.indices is None:
+            kernels.project_gradient(rows, gradient, self.weight[rows.selection])
+        else:
+            part_CD = self.weight.new_empty((rows.size, self.weight.shape[1]))
+            kernels.project_gradient(rows, gradient, part_CD)
+            self.weight[rows.indices] = part_CD
         if self.bias is not None and sums_C is not None:
             self.bias[rows.selection] = sums_C * gradient.factor
 
@@ -333,16 +371,17 @@ def _probabilities(
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient by the cosines [C, B], in the dtype of the products, and its sums [C] where there are biases."""
     products_CB = chunks.products(begin, end)
-    scale, biases_C = chunks.margin.scale, chunks.biases(begin, end)
-    sums_C = None if biases_C is None else torch.empty_like(biases_C)
+    scale = chunks.margin.scale
+    sums_C = None if chunks.bias is None else torch.empty_like(chunks.bias[begin:end])
     changed = chunks.changed(products_CB, begin, end, target_B)
     if changed is None:
         out_CB = chunks.scratch("weights", end - begin, len(target_B), products_CB.dtype)
         below = own, *log_sum_exp, counts_B, out_CB, sums_C
-        kernels.to_probabilities(products_CB, chunks.norms(begin, end), biases_C, scale, *below)
+        kernels.to_probabilities(products_CB, chunks.norms(begin, end), chunks.biases(begin, end), scale, *below)
     else:
         out_CB, slopes_CB = changed
-        kernels.to_probabilities(out_CB, None, None, scale, own, *log_sum_exp, counts_B, out_CB, None)
+        shifts_C = chunks.shifts(begin, end)
+        kernels.to_probabilities(out_CB, None, shifts_C, scale, own, *log_sum_exp, counts_B, out_CB, None)
         out_CB *= slopes_CB
         out_CB[own.classes, own.samples] = own.values
         if sums_C is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from hybridpar.head.margins import ArcFace, Margin
 from hybridpar.head.norms import RowNorms
 from hybridpar.head.retrieval import class_rows, top_classes
 from hybridpar.head.row_optimizers import RowOptimizer, RowPolicy
+from hybridpar.head.samplers import Sampler
 from hybridpar.head.softmax import Problem, ShardedSoftmax
 from hybridpar.head.validate import (
     check_features,
@@ -41,6 +43,8 @@ class ShardedClassifier(nn.Module):
         num_classes: K, over all ranks; at least one for each rank.
         margin: a policy of ``hybridpar.head.margins``.
         rule: which rank holds which class: a registered name or a rule (see docs/partition.md).
+        sampler: which classes take part in a training step, beside those of the batch (``UniformSampler``); None for
+            all. In evaluation mode all do.
         optimizer: steps the rows in the backward pass (``RowSGD``, ``RowAdamW``, ``RowAdagrad``), so that the gradient
             of all rows never exists; None leaves ``weight.grad`` to an optimizer of torch.
         dtype: of the rows: float32, float64, bfloat16 or float16.
@@ -60,6 +64,7 @@ class ShardedClassifier(nn.Module):
         weight: Parameter [rows of this rank, D], in the order of ``layout.class_ids(rank)``.
         bias: Parameter [rows of this rank], or None where the margin has none.
         margin_state: buffer, what the margin remembers from step to step; the same on every rank.
+        draws: buffer, how often classes were drawn, on which the next draw depends; None without a sampler.
         row_optimizer: the ``RowOptimizer`` that steps the rows, for schedulers and checkpoints; or None.
         layout: which class is where.
 
@@ -70,6 +75,7 @@ class ShardedClassifier(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     margin_state: Tensor
+    draws: Tensor | None
 
     def __init__(
         self,
@@ -78,6 +84,7 @@ class ShardedClassifier(nn.Module):
         *,
         margin: Margin | None = None,
         rule: str | Rule = "even",
+        sampler: Sampler | None = None,
         optimizer: RowPolicy | None = None,
         dtype: torch.dtype = torch.float32,
         compute_dtype: torch.dtype | None = None,
@@ -101,14 +108,17 @@ class ShardedClassifier(nn.Module):
                 embedding_size, num_classes, dtype, compute_dtype, ignore_index, backbone_reduction, chunk_classes
             ),
         )
+        if sampler is not None and not self.margin.scale > 0:
+            raise ValueError(f"sampler: expected a margin whose scale is above 0, got {self.margin}")
         settings = {
             "embedding_size": embedding_size, "num_classes": num_classes, "margin": repr(self.margin),
             "dtype": str(dtype), "compute_dtype": str(compute_dtype), "ignore_index": ignore_index, "seed": seed,
-            "initial_std": initial_std, "backbone_reduction": backbone_reduction, "optimizer": repr(optimizer),
+            "initial_std": initial_std, "backbone_reduction": backbone_reduction, "sampler": repr(sampler),
+            "optimizer": repr(optimizer),
         }  # fmt: skip
         check_same_settings(self.group, "ShardedClassifier", settings)
         self.layout = self._agreed_layout(rule)
-        self._add_parameters(dtype, seed, initial_std, torch.device(device))
+        self._add_parameters(dtype, seed, initial_std, torch.device(device), samples=sampler is not None)
         self._exchange = BatchExchange(self.group, self.margin.uses_norms)
         factor = float(self.group.size) if backbone_reduction == "mean" else 1.0
         lane = self.group.new_lane()
@@ -118,7 +128,7 @@ class ShardedClassifier(nn.Module):
         )
         self._problem = Problem(
             self.group, self.layout, self.margin, lane, Worker("hybridpar-head"), factor, chunk_classes, norms,
-            logits_budget, self.row_optimizer,
+            logits_budget, sampler, self.row_optimizer,
         )  # fmt: skip
 
     def _agreed_layout(self, rule: str | Rule) -> Layout:
@@ -127,7 +137,9 @@ class ShardedClassifier(nn.Module):
         check_same_settings(self.group, "ShardedClassifier", {"rule": layout.describe()})
         return layout
 
-    def _add_parameters(self, dtype: torch.dtype, seed: int, std: float, device: torch.device) -> None:
+    def _add_parameters(
+        self, dtype: torch.dtype, seed: int, std: float, device: torch.device, *, samples: bool
+    ) -> None:
         rank = self.group.rank
         rows = torch.empty(self.layout.rows(rank), self.embedding_size, dtype=dtype)
         initial_rows_(rows, self.layout.class_ids(rank), seed=seed, std=std)
@@ -135,6 +147,7 @@ class ShardedClassifier(nn.Module):
         self.bias = nn.Parameter(torch.zeros(len(rows), dtype=dtype, device=device)) if self.margin.has_bias else None
         state = torch.tensor(self.margin.initial_state(), dtype=exact_dtype(dtype), device=device)
         self.register_buffer("margin_state", state)
+        self.register_buffer("draws", torch.zeros((), dtype=torch.int64) if samples else None)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Parameters know their group, also those that load_state_dict(assign=True) or the user puts in."""
@@ -181,6 +194,9 @@ class ShardedClassifier(nn.Module):
             CommunicationError: a rank did not take part.
         """
         batch = self._exchange(self._local_batch(features, labels))
+        if self.draws is not None and batch.training:
+            batch = replace(batch, draw=int(self.draws))
+            self.draws += 1
         loss: Tensor = ShardedSoftmax.apply(  # type: ignore[no-untyped-call]
             features, self.weight, self.bias, self.margin_state, batch, self._problem
         )

@@ -42,6 +42,7 @@ from hybridpar.head.chunks import (
 from hybridpar.head.margins import Margin
 from hybridpar.head.norms import RowNorms
 from hybridpar.head.row_optimizers import RowOptimizer
+from hybridpar.head.samplers import Drawn, Sampler
 from hybridpar.partition.layout import Layout
 
 
@@ -54,6 +55,7 @@ class Problem:
         feature_factor: multiplies the gradient of the features.
         norms: of the rows.
         kept_bytes: how much memory products may take from the forward pass to the backward pass.
+        sampler: which rows take part in training; None for all.
         optimizer: steps the rows in the backward pass; None where autograd is to have their gradients.
     """
 
@@ -66,6 +68,7 @@ class Problem:
     chunk_classes: int | None
     norms: RowNorms
     kept_bytes: int
+    sampler: Sampler | None
     optimizer: RowOptimizer | None
 
 
@@ -80,6 +83,7 @@ class GlobalBatch:
         wants_gradient: whether any rank's features need a gradient.
         training: whether the margin's state moves on.
         compute_dtype: of the matrix products.
+        draw: how many draws of classes there were before this one.
     """
 
     sizes: list[int]
@@ -88,6 +92,7 @@ class GlobalBatch:
     wants_gradient: bool
     training: bool
     compute_dtype: torch.dtype
+    draw: int = 0
 
 
 class ShardedSoftmax(torch.autograd.Function):
@@ -103,8 +108,10 @@ class ShardedSoftmax(torch.autograd.Function):
             unit_bD, norms_b = kernels.unit_rows(unit_bD)
         features_BD = problem.group.all_gather(unit_bD.to(batch.compute_dtype), batch.sizes)
         owned = owned_samples(problem.layout, problem.group.rank, batch.labels_B)
+        drawn = _draw(problem, owned, len(weight), batch)
+        owned = owned if drawn is None else owned.among(drawn.rows)
         norms = problem.norms.of(weight, owned.rows) if problem.margin.normalized else None
-        chunks = Chunks(features_BD, weight, bias, problem.margin, state, problem.chunk_classes, norms)
+        chunks = Chunks(features_BD, weight, bias, problem.margin, state, problem.chunk_classes, norms, drawn)
         trains = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         kept = chunks.keep(problem.kept_bytes) if trains else None
         own_cosines = chunks.target_cosines(owned)
@@ -123,7 +130,7 @@ class ShardedSoftmax(torch.autograd.Function):
         ctx.by_norm_b = None if by_norm_B is None else by_norm_B[start : start + len(features_bD)]
         # What is large is saved, so that it is freed with the graph.
         ctx.save_for_backward(weight, bias, features_BD, norms, unit_bD, kept)
-        ctx.problem, ctx.state = problem, chunks.state
+        ctx.problem, ctx.state, ctx.drawn = problem, chunks.state, drawn
         ctx.pass_b_inputs = (targets, target_B, log_sum_exp, (weight_B > 0).to(weight_B.dtype))
         ctx.largest_weight = weight_B.amax() if len(weight_B) else weight_B.new_zeros(())
         ctx.norms_b, ctx.features_dtype = norms_b, features_bD.dtype
@@ -137,11 +144,13 @@ class ShardedSoftmax(torch.autograd.Function):
         weight, bias, features_BD, norms, unit_bD, kept = ctx.saved_tensors
         grad_weight = grad_bias = grad_features = None
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            chunks = Chunks(features_BD, weight, bias, problem.margin, ctx.state, problem.chunk_classes, norms, kept)
+            chunks = Chunks(
+                features_BD, weight, bias, problem.margin, ctx.state, problem.chunk_classes, norms, ctx.drawn, kept
+            )
             targets, target_B, log_sum_exp, counts_B = ctx.pass_b_inputs
             factor = ctx.largest_weight * grad
             if problem.optimizer is None:
-                dense = DenseGradients(weight, bias)
+                dense = DenseGradients(weight, bias, all_rows=ctx.drawn is None)
                 pass_b(chunks, targets, target_B, log_sum_exp, counts_B, factor, dense)
                 grad_weight, grad_bias = dense.weight, dense.bias
             else:
@@ -157,6 +166,15 @@ class ShardedSoftmax(torch.autograd.Function):
                 grad_features += unit_bD * (ctx.by_norm_b * factor)[:, None]
             grad_features = grad_features.to(ctx.features_dtype)
         return grad_features, grad_weight, grad_bias, None, None, None
+
+
+def _draw(problem: Problem, owned: Owned, rows: int, batch: GlobalBatch) -> Drawn | None:
+    """Which rows take part; all of them where the head does not train."""
+    if problem.sampler is None or not batch.training:
+        return None
+    positives = torch.unique(owned.host_places)
+    rank = problem.group.rank
+    return problem.sampler.draw(positives, rows, problem.layout.num_classes, batch.draw, rank)
 
 
 def _targets_needed_first(problem: Problem, owned: Owned, own_cosines: Tensor, batch: GlobalBatch) -> Tensor:

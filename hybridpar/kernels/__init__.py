@@ -21,6 +21,7 @@ from hybridpar.kernels.rows import (
     step_sgd,
 )
 from hybridpar.kernels.rows_reference import Adagrad, AdamW, Gradient, Rounding, Rows, Sgd
+from hybridpar.kernels.sample import draw_with
 from hybridpar.kernels.softmax import add_exponentials, to_probabilities
 from hybridpar.kernels.softmax_reference import Own, exact_dtype, unit_rows, unit_rows_backward_
 
@@ -34,6 +35,7 @@ __all__ = [
     "Sgd",
     "add_exponentials",
     "advance_rows",
+    "draw_with",
     "exact_dtype",
     "load_rows",
     "measure_rows",
