@@ -112,6 +112,16 @@ HYBRIDPAR_INLINE Exact dot(const Exact *left, const Exact *right, std::int64_t w
     return lanes[0];
 }
 
+// Rows that are drawn lie anywhere: the next one is fetched while this one is worked on.
+HYBRIDPAR_INLINE void fetch_ahead(const void *base, DType dtype, std::int64_t row, std::int64_t width) {
+#if defined(__GNUC__)
+    const auto bytes = static_cast<std::size_t>(width) * item_size(dtype);
+    const auto *begin = static_cast<const char *>(base) + static_cast<std::size_t>(row) * bytes;
+    for (std::size_t at = 0; at < bytes; at += 64)
+        __builtin_prefetch(begin + at);
+#endif
+}
+
 // A row at a time: its weight and its gradient, in exact arithmetic.
 template <typename Exact>
 class Worker {
@@ -131,6 +141,11 @@ class Worker {
     HYBRIDPAR_INLINE void store_state(const State &state, std::int64_t row, const std::vector<Exact> &values,
                                       std::uint64_t stream) {
         store_row(state.values, state.dtype, row, rows_.width, values.data(), rounding_, stream);
+    }
+    HYBRIDPAR_INLINE void fetch_next(std::int64_t i, const State &state) const {
+        if (rows_.indices == nullptr || i + 1 >= rows_.count) return;
+        fetch_ahead(rows_.weight, rows_.dtype, rows_.row(i + 1), rows_.width);
+        if (state.values != nullptr) fetch_ahead(state.values, state.dtype, rows_.row(i + 1), rows_.width);
     }
     // Weight and gradient of the i-th row, Note [projection], plus `decay` times the weight.
     HYBRIDPAR_INLINE void load(std::int64_t i, std::int64_t row, const Gradient &source, Exact decay) {
@@ -182,6 +197,8 @@ template <typename Exact>
 HYBRIDPAR_INLINE void load_block(const Rows &rows, std::int64_t begin, std::int64_t end, void *target, DType dtype) {
     std::vector<Exact> values(static_cast<std::size_t>(rows.width));
     for (std::int64_t i = begin; i < end; ++i) {
+        if (rows.indices != nullptr && i + 2 < rows.count)
+            fetch_ahead(rows.weight, rows.dtype, rows.row(i + 2), rows.width);
         load_row(rows.weight, rows.dtype, rows.row(i), rows.width, values.data());
         store_row(target, dtype, i, rows.width, values.data());
     }
@@ -205,6 +222,7 @@ HYBRIDPAR_INLINE void sgd_block(const Rows &rows, std::int64_t begin, std::int64
     Exact *w = worker.weight.data(), *g = worker.gradient.data(), *m = worker.first.data();
     for (std::int64_t i = begin; i < end; ++i) {
         const std::int64_t row = rows.row(i);
+        worker.fetch_next(i, momentum);
         worker.load(i, row, gradient, static_cast<Exact>(policy.decay));
         if (momentum.values != nullptr) {
             worker.load_state(momentum, row, worker.first);
@@ -239,6 +257,7 @@ HYBRIDPAR_INLINE void adamw_block(const Rows &rows, std::int64_t begin, std::int
         const auto step = static_cast<double>(++steps[row]);
         const auto rate = static_cast<Exact>(policy.rate / (1 - std::pow(policy.first, step)));
         const auto root = static_cast<Exact>(1 / std::sqrt(1 - std::pow(policy.second, step)));
+        worker.fetch_next(i, first);
         worker.load(i, row, gradient, Exact{0});
         worker.load_state(first, row, worker.first);
         worker.load_state(second, row, worker.second);
@@ -261,6 +280,7 @@ HYBRIDPAR_INLINE void adagrad_block(const Rows &rows, std::int64_t begin, std::i
     Exact *w = worker.weight.data(), *g = worker.gradient.data();
     for (std::int64_t i = begin; i < end; ++i) {
         const std::int64_t row = rows.row(i);
+        worker.fetch_next(i, {});
         worker.load(i, row, gradient, static_cast<Exact>(policy.decay));
         sums[row] += dot(g, g, rows.width) / static_cast<Exact>(rows.width);
         const auto rate = static_cast<Exact>(policy.rate) / (std::sqrt(sums[row]) + static_cast<Exact>(policy.epsilon));

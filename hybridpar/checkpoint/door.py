@@ -75,6 +75,8 @@ def save(
     directory = Path(directory)
     names = _parameter_names(model, head)
     named_optimizers = optimizers.by_name(optimizer)
+    if head is not None:
+        head.settle()
 
     def describe() -> dict[str, Any]:
         _check_arguments(step, model, head, extra, keep, group)

@@ -171,6 +171,18 @@ class ShardedClassifier(nn.Module):
         self._problem.worker.close()
         self._problem.lane.close()
 
+    def settle(self) -> None:
+        """Move rows on that a sampler left out: see ``lazy_decay`` of the optimizer. Needed only before rows are read
+        directly; evaluation, ``predict``, ``class_centers``, ``state_dict`` and checkpoints do it by themselves.
+        """
+        if self.row_optimizer is not None:
+            self.row_optimizer.catch_up()
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """As any module's; rows are moved on first."""
+        self.settle()
+        return super().state_dict(*arguments, **options)
+
     def extra_repr(self) -> str:
         return (
             f"{self.embedding_size}, {self.num_classes}, margin={self.margin}, "
@@ -253,6 +265,7 @@ class ShardedClassifier(nn.Module):
         together(self.group, check)
         dtype = self._product_dtype()
         check_same_settings(self.group, "predict", {"k": k, "dtype of products": str(dtype)})
+        self.settle()
         return top_classes(self._problem, features, self.weight, self.bias, dtype, k)
 
     @torch.no_grad()
@@ -269,4 +282,5 @@ class ShardedClassifier(nn.Module):
             ValueError, TypeError: ids that are no classes on any rank; raised on every rank.
         """
         together(self.group, lambda: check_labels(ids, ids, self.num_classes, ignore_index=None, name="ids"))
+        self.settle()
         return class_rows(self._problem, self.weight, ids)

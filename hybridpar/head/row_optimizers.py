@@ -8,6 +8,13 @@ done; a ``RowOptimizer`` does it to the rows of one head, and is driven like any
 A step may be smaller than the distance of two neighbouring numbers in bfloat16, and rounding to the nearest would lose
 it every time. So bfloat16 rows and states are rounded up or down at random, such that on average nothing is lost. The
 choice depends on the seed, the step, the rank, the row and the column alone: a run can be repeated, bit for bit.
+
+# Note [lazy decay]
+A step without a gradient still moves a row of a dense optimizer: weight decay shrinks it, momentum carries it on. Both
+are linear in row w and momentum m: (w, m) becomes (a w + b m, c w + d m), with the same four numbers for all rows. With
+``lazy_decay`` these matrices are remembered, and a row that takes part again is first multiplied by the product of
+those that it has missed: it is then where dense steps would have brought it. Without it, a row that takes no part stays
+as it is.
 """
 
 from __future__ import annotations
@@ -16,16 +23,19 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hybridpar import kernels
+from hybridpar.head.missed_steps import MissedSteps
 from hybridpar.head.norms import RowNorms
 from hybridpar.kernels import Gradient, Rounding, Rows
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
+_BLOCK = 4096  # rows
+_MOST_MISSED = 1024  # steps: then all rows are moved on, so that what is remembered stays small
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,7 @@ class RowPolicy(ABC):
         state_dtype: of moments: float32 or bfloat16; None means float32, or float64 for float64 rows.
         stochastic_rounding: whether bfloat16 rows and states are rounded at random: Note [rounding of rows].
         seed: of that.
+        lazy_decay: whether rows that take no part are moved on: Note [lazy decay].
     """
 
     lr: float
@@ -45,9 +56,14 @@ class RowPolicy(ABC):
     state_dtype: torch.dtype | None = None
     stochastic_rounding: bool = True
     seed: int = 0
+    lazy_decay: bool = False
+
+    moments: ClassVar[str | None] = None  # the state that steps without a gradient move
 
     def __post_init__(self) -> None:
         self.check(self.hyperparameters())
+        if self.lazy_decay:
+            self.idle_step(self.hyperparameters())
         if self.state_dtype not in (None, *STATE_DTYPES):
             raise ValueError(f"{self._name}.state_dtype: expected float32, bfloat16 or None, got {self.state_dtype}")
 
@@ -75,6 +91,10 @@ class RowPolicy(ABC):
     ) -> None:
         """One step of some rows."""
 
+    def idle_step(self, group: dict[str, Any]) -> tuple[float, float, float, float]:
+        """a, b, c and d of a step without a gradient. Raises ValueError where it is not linear."""
+        raise ValueError(f"{self._name}.lazy_decay: expected RowSGD or RowAdamW, whose decay is linear")
+
     def _moments(self, rows: Tensor) -> Tensor:
         wide = kernels.exact_dtype(rows.dtype)
         narrow = self.state_dtype if wide == torch.float32 and self.state_dtype is not None else wide
@@ -98,6 +118,8 @@ class RowSGD(RowPolicy):
     momentum: float = 0.0
     nesterov: bool = False
 
+    moments: ClassVar[str | None] = "momentum_buffer"
+
     def hyperparameters(self) -> dict[str, Any]:
         return super().hyperparameters() | {"momentum": self.momentum, "nesterov": self.nesterov}
 
@@ -106,6 +128,15 @@ class RowSGD(RowPolicy):
         _check_share("RowSGD.momentum", group["momentum"])
         if group["nesterov"] and not group["momentum"]:
             raise ValueError("RowSGD.nesterov: expected a momentum above 0 with it, got 0")
+
+    def idle_step(self, group: dict[str, Any]) -> tuple[float, float, float, float]:
+        rate, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
+        moved = decay, momentum  # the new momentum, in terms of row and momentum
+        if not momentum:
+            return 1 - rate * decay, 0.0, 0.0, 0.0
+        if group["nesterov"]:
+            return 1 - rate * (decay + momentum * moved[0]), -rate * momentum * moved[1], *moved
+        return 1 - rate * moved[0], -rate * moved[1], *moved
 
     def states(self, rows: Tensor) -> dict[str, Tensor]:
         return {"momentum_buffer": self._moments(rows)} if self.momentum else {}
@@ -139,6 +170,10 @@ class RowAdamW(RowPolicy):
             _check_share("RowAdamW.betas", beta)
         if not group["eps"] > 0:
             raise ValueError(f"RowAdamW.eps: expected a number above 0, got {group['eps']}")
+
+    def idle_step(self, group: dict[str, Any]) -> tuple[float, float, float, float]:
+        """Moments stay: bias correction counts a row's own steps."""
+        return 1 - group["lr"] * group["weight_decay"], 0.0, 0.0, 1.0
 
     def states(self, rows: Tensor) -> dict[str, Tensor]:
         steps = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
@@ -210,6 +245,8 @@ class RowOptimizer(torch.optim.Optimizer):
         for parameter in parameters:
             self.state[parameter] = dict(policy.states(_as_rows(parameter)))
         self.steps = 0
+        self._missed = MissedSteps(len(weight)) if policy.lazy_decay else None
+        self._took_part: list[Tensor] = []
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Nothing: the rows were stepped in the backward pass."""
@@ -218,13 +255,41 @@ class RowOptimizer(torch.optim.Optimizer):
         with torch.enable_grad():
             return closure()
 
+    def catch_up(self, drawn: Tensor | None = None) -> None:
+        """Move rows on to where they would be if they had taken part in every step: Note [lazy decay].
+
+        Args:
+            drawn: int64 on the CPU, of which rows; None for all.
+        """
+        if self._missed is None:
+            return
+        late, matrices = self._missed.take(drawn)
+        weight, *bias = self.param_groups[0]["params"]
+        rounding = self._rounding(stream=1)
+        for begin in range(0, len(late), _BLOCK):
+            part = late[begin : begin + _BLOCK].to(weight.device)
+            factors = matrices[begin : begin + _BLOCK].to(weight.device)
+            norms = None if self._norms is None else self._norms.of(weight)
+            for parameter, inverse_norms in ((weight, norms), *((one, None) for one in bias)):
+                momentum = self.state[parameter].get(self.policy.moments) if self.policy.moments else None
+                rows = Rows(_as_rows(parameter), inverse_norms, 0, len(part), part)
+                kernels.advance_rows(rows, momentum, factors, rounding)
+            if self._norms is not None:
+                self._norms.updated(weight)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As any optimizer's; rows and states are moved on first."""
+        self.catch_up()
+        return super().state_dict()
+
     def take(self, rows: Rows, gradient: Gradient, sums_C: Tensor | None) -> None:
         """As a sink of pass B: one step of some rows and their biases."""
         group = self.param_groups[0]
         weight, *bias = group["params"]
-        seed = (self.policy.seed * 0x1_0000_0001 + self.steps * 0x1_0001 + self._rank) & (1 << 64) - 1
-        rounding = Rounding(self.policy.stochastic_rounding, seed)
+        rounding = self._rounding(stream=0)
         self.policy.step(rows, gradient, self.state[weight], group, rounding)
+        if self._missed is not None and rows.indices is not None:
+            self._took_part.append(rows.indices.cpu())
         for parameter in bias:
             assert sums_C is not None
             column = rows._replace(weight=_as_rows(parameter), inverse_norms=None)
@@ -251,9 +316,19 @@ class RowOptimizer(torch.optim.Optimizer):
     def end(self) -> None:
         """After the last of the rows of a step."""
         self.steps += 1
+        if self._missed is not None:
+            took_part = torch.cat(self._took_part) if self._took_part else None
+            self._took_part.clear()
+            self._missed.add(self.policy.idle_step(self.param_groups[0]), took_part)
+            if len(self._missed) >= _MOST_MISSED:
+                self.catch_up()
         if self._norms is not None:
             self._norms.updated(self.param_groups[0]["params"][0])
         self.step()  # a scheduler counts the calls
+
+    def _rounding(self, *, stream: int) -> Rounding:
+        seed = (self.policy.seed * 0x1_0000_0001 + self.steps * 0x1_0001 + self._rank * 2 + stream) & (1 << 64) - 1
+        return Rounding(self.policy.stochastic_rounding, seed)
 
 
 def _as_rows(parameter: Tensor) -> Tensor:

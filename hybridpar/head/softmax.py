@@ -110,6 +110,8 @@ class ShardedSoftmax(torch.autograd.Function):
         owned = owned_samples(problem.layout, problem.group.rank, batch.labels_B)
         drawn = _draw(problem, owned, len(weight), batch)
         owned = owned if drawn is None else owned.among(drawn.rows)
+        if problem.optimizer is not None:
+            problem.optimizer.catch_up(None if drawn is None else drawn.rows)
         norms = problem.norms.of(weight, owned.rows) if problem.margin.normalized else None
         chunks = Chunks(features_BD, weight, bias, problem.margin, state, problem.chunk_classes, norms, drawn)
         trains = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]

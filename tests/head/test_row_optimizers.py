@@ -234,3 +234,100 @@ def test_ranks_with_different_policies_are_refused() -> None:
 
     for error in errors_of(2, make):
         assert isinstance(error, ValueError) and "optimizer" in str(error)
+
+
+def _lazily(group: Any, case: Case, problem: Problem) -> tuple[Tensor, ...]:
+    """Trained with draws, and which classes took part in each step."""
+    head = make_head(group, case)
+    ids = set_rows(head, group, problem.weight, problem.bias)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(head.row_optimizer, 0.8)
+    active = []
+    for step, (sizes, (features, labels)) in enumerate(zip(case.steps, problem.batches, strict=True)):
+        ranks, rows = head.layout.locate(labels[labels >= 0])
+        positives = torch.unique(rows[ranks == group.rank])
+        drawn = case.head["sampler"].draw(positives, len(ids), case.classes, step, group.rank)
+        active.append(torch.zeros(case.classes, dtype=torch.bool).index_fill_(0, ids[drawn.rows], True))
+        head(local(features, sizes, group.rank), local(labels, sizes, group.rank)).backward()
+        scheduler.step()
+    rows = head.state_dict()["weight"]
+    assert torch.equal(rows, head.weight.detach())
+    return ids, rows, torch.zeros(len(ids)) if head.bias is None else head.bias.detach(), torch.stack(active)
+
+
+@pytest.mark.parametrize("most", [1024, 3])
+@pytest.mark.parametrize("name", ["momentum", "nesterov-decay", "plain-decay", "adamw"])
+@pytest.mark.parametrize("margin", ["softmax-bias", "cosface-small-scale"])
+def test_lazily_decayed_rows_are_where_dense_steps_would_have_brought_them(
+    margin: str, name: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dense optimizer takes every step, with no gradient for rows that took no part."""
+    monkeypatch.setattr("hybridpar.head.row_optimizers._MOST_MISSED", most)
+    policy, make = LAZY[name]
+    sampler = hp.UniformSampler(rate=0.3, correct_logits=False)
+    head = {"optimizer": replace(policy, lazy_decay=True), "sampler": sampler}
+    case = Case(2, 40, MARGINS[margin], chunk=4, sizes=((2, 3),) * 9, head=head, ignored_share=0.0)
+    problem = make_problem(case)
+    results = run_threads(2, _lazily, case, problem)
+    active = results[0][3] | results[1][3]
+    assert (active.sum(dim=0) < 9).all() and (active.sum(dim=0) > 0).any()
+
+    weight = problem.weight.clone().requires_grad_()
+    bias = None if problem.bias is None else problem.bias.clone().requires_grad_()
+    optimizer = make([weight] if bias is None else [weight, bias])
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    for (features, labels), taking in zip(problem.batches, active, strict=True):
+        chosen = taking.nonzero().flatten()
+        optimizer.zero_grad(set_to_none=False)
+        among = torch.searchsorted(chosen, labels)
+        loss, _ = dense_loss(features, weight[chosen], among, case.margin, None if bias is None else bias[chosen])
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+    assert_close(dense_rows([result[:2] for result in results], 40), weight, 1e-10, "rows")
+    if bias is not None:
+        assert_close(dense_rows([(result[0], result[2]) for result in results], 40), bias, 1e-10, "biases")
+
+
+LAZY: dict[str, tuple[hp.RowPolicy, Callable[[Any], torch.optim.Optimizer]]] = {
+    "momentum": OPTIMIZERS["momentum"],
+    "nesterov-decay": (
+        hp.RowSGD(0.3, momentum=0.8, weight_decay=0.02, nesterov=True),
+        lambda p: torch.optim.SGD(p, 0.3, momentum=0.8, weight_decay=0.02, nesterov=True),
+    ),
+    "plain-decay": (hp.RowSGD(0.3, weight_decay=0.02), lambda p: torch.optim.SGD(p, 0.3, weight_decay=0.02)),
+    # Moments and their corrections count a row's own steps: only the decay is dense.
+    "adamw": (
+        hp.RowAdamW(0.05, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-3),
+        lambda p: RowwiseAdamW(p, 0.05, (0.8, 0.9), 1e-3, 0.1),
+    ),
+}
+
+
+class RowwiseAdamW(torch.optim.Optimizer):
+    """From the definition: each row by its own steps, those in which it has a gradient, but decayed in all."""
+
+    def __init__(self, parameters: Any, lr: float, betas: tuple[float, float], eps: float, decay: float) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        first, second = group["betas"]
+        for parameter in group["params"]:
+            rows, grad = parameter.view(len(parameter), -1), parameter.grad.view(len(parameter), -1)
+            state = self.state[parameter]
+            if not state:
+                state |= {"m": torch.zeros_like(rows), "v": torch.zeros_like(rows), "t": torch.zeros(len(rows), 1)}
+            moves = (grad != 0).any(dim=1)
+            rows *= 1 - group["lr"] * group["decay"]
+            state["t"][moves] += 1
+            m = state["m"][moves] = first * state["m"][moves] + (1 - first) * grad[moves]
+            v = state["v"][moves] = second * state["v"][moves] + (1 - second) * grad[moves] ** 2
+            t = state["t"][moves].double()
+            mean, square = m / (1 - first**t), v / (1 - second**t)
+            rows[moves] -= group["lr"] * mean / (square.sqrt() + group["eps"])
+
+
+def test_lazy_decay_needs_a_linear_one() -> None:
+    with pytest.raises(ValueError, match=r"RowAdagrad\.lazy_decay: expected RowSGD or RowAdamW"):
+        hp.RowAdagrad(0.1, lazy_decay=True)

@@ -104,7 +104,7 @@ def test_with_correction_drawn_negatives_stand_for_all(ranks: int, curriculum: b
         cosines = torch.nn.functional.normalize(x) @ torch.nn.functional.normalize(w).T
         own = torch.nn.functional.one_hot(labels, 60).bool()
         hard = (cosines > cosines[own][:, None]).detach()  # of the curriculum with margin 0, whose t stays 0
-        changed = torch.where(hard, cosines * cosines, cosines) if curriculum else cosines - 0.2 * own
+        changed = torch.where(hard, cosines * cosines, cosines) if curriculum else cosines - 0.2 * own.double()
         logits = 8.0 * torch.where(own & torch.tensor(curriculum), cosines, changed) + shifts
         loss = torch.nn.functional.cross_entropy(logits, labels)
         loss.backward()
