@@ -127,7 +127,7 @@ def symbol(sparse):
         looked_up = sym.sparse.Embedding(words, weight=rows, input_dim=WORDS, output_dim=8, sparse_grad=True)
         features = sym.concat(features, sym.mean(looked_up, axis=1), dim=1)
     else:
-        features = sym.concat(features, words, dim=1)
+        features = sym.concat(features, words / WORDS, dim=1)  # small, lest rounding grow from step to step
     return sym.SoftmaxOutput(sym.FullyConnected(features, num_hidden=CLASSES, name="last"), name="softmax")
 
 
