@@ -92,8 +92,11 @@ class Watch:
         others = [rank for rank in ranks if rank != self.rank]
         if not others:
             return {}
-        with ThreadPoolExecutor(min(_ASKERS, len(others))) as pool:
-            return dict(zip(others, pool.map(self._ask_one, others), strict=True))
+        try:
+            with ThreadPoolExecutor(min(_ASKERS, len(others))) as pool:
+                return dict(zip(others, pool.map(self._ask_one, others), strict=True))
+        except RuntimeError:  # the interpreter is going down, and gives no threads any more
+            return {rank: self._ask_one(rank) for rank in others}
 
     def ask(self, ranks: Sequence[int]) -> dict[int, Any]:
         """What each rank says it is doing, by key; None for one that does not answer."""

@@ -63,6 +63,18 @@ def test_a_living_process_says_what_it_does(other: tuple[Watch, subprocess.Popen
     assert status["broken"] == "ZeroDivisionError: division by zero"
 
 
+def test_others_are_asked_also_while_the_interpreter_goes_down(
+    other: tuple[Watch, subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives no threads then, and a lane that is closed at the very end may still have to name somebody."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(module.ThreadPoolExecutor, "submit", refuse)
+    assert other[0].survey([0, 1])[1].answer["lane"] == {"calls": 3}
+
+
 def test_a_killed_process_is_named_at_once(other: tuple[Watch, subprocess.Popen[str]]) -> None:
     watch, process = other
     process.kill()
