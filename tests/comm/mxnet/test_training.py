@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -104,7 +105,10 @@ def test_parameters_after_20_steps_equal_those_of_mxnets_servers(
     trained: Callable[[int], Path], case: str, workers: int, tmp_path: Path
 ) -> None:
     """Worker by worker: with the optimizer off the store, MXNet's Module starts each from weights of its own."""
-    on_servers(tmp_path, case, workers)
+    try:
+        on_servers(tmp_path, case, workers)
+    except subprocess.TimeoutExpired:  # seen once; a run that does not end shows nothing
+        on_servers(tmp_path, case, workers)
     ours, theirs = load(trained(workers), case, workers), load(tmp_path, case, workers)
     # Sums of floats in another order, carried through 20 steps, most of them with momentum.
     apart = [difference(one, other) for one, other in zip(ours, theirs, strict=True)]
