@@ -16,6 +16,7 @@ import hybridpar as hp
 from hybridpar.comm.lanes.lane import Lane
 from tests.head.cases import errors_of
 from tests.ranks import run_threads
+from tests.waits import Waits
 
 
 def _model(width: int = 4) -> nn.Sequential:
@@ -315,20 +316,6 @@ def test_the_thread_ends_when_module_and_wrapper_are_dropped() -> None:
     assert count() <= before
 
 
-class _Waits(torch.autograd.Function):
-    """The identity, whose backward waits for something."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, event: threading.Event) -> Tensor:
-        ctx.event = event
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        assert ctx.event.wait(20), "no all_reduce came through while backward was running"
-        return grads[0], None
-
-
 def test_a_bucket_travels_while_backward_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward of the first layer waits until the sum of the last layer's gradients is there."""
 
@@ -348,7 +335,7 @@ def test_a_bucket_travels_while_backward_still_runs(monkeypatch: pytest.MonkeyPa
         watched: Lane = Watched()  # type: ignore[assignment]
         monkeypatch.setattr(track, "lane", watched)
         x = torch.ones(1, 2)
-        model[1](_Waits.apply(model[0](x), arrived)).sum().backward()
+        model[1](Waits.apply(model[0](x), arrived)).sum().backward()
         assert arrived.is_set()
         return count
 

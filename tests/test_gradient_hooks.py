@@ -15,6 +15,7 @@ from hybridpar.comm.lanes.lane import Lane
 from hybridpar.gradient_hooks import GradientHooks, has_hooks
 from tests.head.cases import errors_of
 from tests.ranks import run_threads
+from tests.waits import Waits
 
 
 class Owner:
@@ -174,20 +175,6 @@ def test_a_hook_that_takes_the_gradient_away_is_named() -> None:
 
     for error in errors_of(2, work):
         assert type(error) is RuntimeError and str(error).startswith("one: expected the tensor that was announced")
-
-
-class Waits(torch.autograd.Function):
-    """The identity, whose backward waits until a bucket has been summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, event: threading.Event) -> Tensor:
-        ctx.event = event
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        assert ctx.event.wait(20), "no all_reduce came through while backward was running"
-        return grads[0], None
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1)])

@@ -17,7 +17,7 @@ from torch import Tensor
 from hybridpar import kernels
 from hybridpar.head.margins import Margin
 from hybridpar.head.samplers import Drawn
-from hybridpar.kernels import Gradient, Own, Rows
+from hybridpar.kernels import Chunk, Gradient, Own, Rows
 from hybridpar.partition.layout import Layout
 
 
@@ -286,13 +286,13 @@ def _exponentials(
     norms_C, scale = chunks.norms(begin, end), chunks.margin.scale
     changed = chunks.changed(products_CB, begin, end, target_B)
     if changed is None:
+        chunk = Chunk(products_CB, norms_C, chunks.biases(begin, end), scale)
         out_CB = chunks.scratch("weights", end - begin, len(target_B), products_CB.dtype)
-        running = own, maximum_B, total_B, out_CB
-        rescale_B = kernels.add_exponentials(products_CB, norms_C, chunks.biases(begin, end), scale, *running)
+        rescale_B = kernels.add_exponentials(chunk, own, maximum_B, total_B, out_CB)
     else:
         out_CB, slopes_CB = changed
-        shifts_C = chunks.shifts(begin, end)
-        rescale_B = kernels.add_exponentials(out_CB, None, shifts_C, scale, own, maximum_B, total_B, out_CB)
+        chunk = Chunk(out_CB, None, chunks.shifts(begin, end), scale)
+        rescale_B = kernels.add_exponentials(chunk, own, maximum_B, total_B, out_CB)
         out_CB *= slopes_CB if norms_C is None else slopes_CB * norms_C[:, None]
     return out_CB.to(chunks.features.dtype), rescale_B
 
@@ -375,13 +375,13 @@ def _probabilities(
     sums_C = None if chunks.bias is None else torch.empty_like(chunks.bias[begin:end])
     changed = chunks.changed(products_CB, begin, end, target_B)
     if changed is None:
+        chunk = Chunk(products_CB, chunks.norms(begin, end), chunks.biases(begin, end), scale)
         out_CB = chunks.scratch("weights", end - begin, len(target_B), products_CB.dtype)
-        below = own, *log_sum_exp, counts_B, out_CB, sums_C
-        kernels.to_probabilities(products_CB, chunks.norms(begin, end), chunks.biases(begin, end), scale, *below)
+        kernels.to_probabilities(chunk, own, *log_sum_exp, counts_B, out_CB, sums_C)
     else:
         out_CB, slopes_CB = changed
-        shifts_C = chunks.shifts(begin, end)
-        kernels.to_probabilities(out_CB, None, shifts_C, scale, own, *log_sum_exp, counts_B, out_CB, None)
+        chunk = Chunk(out_CB, None, chunks.shifts(begin, end), scale)
+        kernels.to_probabilities(chunk, own, *log_sum_exp, counts_B, out_CB, None)
         out_CB *= slopes_CB
         out_CB[own.classes, own.samples] = own.values
         if sums_C is not None:

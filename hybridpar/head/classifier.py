@@ -24,6 +24,7 @@ from hybridpar.head.validate import (
     check_features,
     check_finite,
     check_labels,
+    policies_error,
     settings_error,
 )
 from hybridpar.kernels import exact_dtype, unit_rows
@@ -102,14 +103,11 @@ class ShardedClassifier(nn.Module):
         self.margin = ArcFace() if margin is None else margin
         self.embedding_size, self.num_classes = embedding_size, num_classes
         self.ignore_index, self.compute_dtype = ignore_index, compute_dtype
-        raise_together(
-            self.group,
-            settings_error(
-                embedding_size, num_classes, dtype, compute_dtype, ignore_index, backbone_reduction, chunk_classes
-            ),
-        )
-        if sampler is not None and not self.margin.scale > 0:
-            raise ValueError(f"sampler: expected a margin whose scale is above 0, got {self.margin}")
+        wrong = settings_error(
+            embedding_size, num_classes, dtype, compute_dtype, ignore_index, backbone_reduction, chunk_classes,
+            logits_budget,
+        )  # fmt: skip
+        raise_together(self.group, wrong or policies_error(self.margin, sampler, optimizer))
         settings = {
             "embedding_size": embedding_size, "num_classes": num_classes, "margin": repr(self.margin),
             "dtype": str(dtype), "compute_dtype": str(compute_dtype), "ignore_index": ignore_index, "seed": seed,
@@ -182,6 +180,11 @@ class ShardedClassifier(nn.Module):
         """As any module's; rows are moved on first."""
         self.settle()
         return super().state_dict(*arguments, **options)
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """As any module's; what rows have missed before is over."""
+        self.settle()
+        return super().load_state_dict(*arguments, **options)
 
     def extra_repr(self) -> str:
         return (

@@ -225,8 +225,8 @@ class RowOptimizer(torch.optim.Optimizer):
     """Steps the rows (and biases) of one head in its backward pass, and takes part in no other way.
 
     ``step()`` does nothing and ``zero_grad()`` finds nothing, so that a training loop may treat it as any optimizer.
-    ``param_groups`` holds one group, with the hyperparameters of the policy; ``state`` what is remembered of each
-    parameter, rows in the order of the parameter's.
+    ``param_groups`` holds one group, with the hyperparameters of the policy and the number of steps so far; ``state``
+    what is remembered of each parameter, rows in the order of the parameter's.
 
     Args:
         policy: what is done.
@@ -241,10 +241,9 @@ class RowOptimizer(torch.optim.Optimizer):
         self.policy = policy
         self._norms, self._rank = norms, rank
         parameters = [weight] if bias is None else [weight, bias]
-        super().__init__(parameters, policy.hyperparameters())
+        super().__init__(parameters, policy.hyperparameters() | {"steps": 0})
         for parameter in parameters:
             self.state[parameter] = dict(policy.states(_as_rows(parameter)))
-        self.steps = 0
         self._missed = MissedSteps(len(weight)) if policy.lazy_decay else None
         self._took_part: list[Tensor] = []
 
@@ -276,6 +275,10 @@ class RowOptimizer(torch.optim.Optimizer):
                 kernels.advance_rows(rows, momentum, factors, rounding)
             if self._norms is not None:
                 self._norms.updated(weight)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All there is, for copies; torch's own would leave the policy out. Not a scheduler's wrapper around step()."""
+        return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     def state_dict(self) -> dict[str, Any]:
         """As any optimizer's; rows and states are moved on first."""
@@ -315,7 +318,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def end(self) -> None:
         """After the last of the rows of a step."""
-        self.steps += 1
+        self.param_groups[0]["steps"] += 1
         if self._missed is not None:
             took_part = torch.cat(self._took_part) if self._took_part else None
             self._took_part.clear()
@@ -327,8 +330,8 @@ class RowOptimizer(torch.optim.Optimizer):
         self.step()  # a scheduler counts the calls
 
     def _rounding(self, *, stream: int) -> Rounding:
-        seed = (self.policy.seed * 0x1_0000_0001 + self.steps * 0x1_0001 + self._rank * 2 + stream) & (1 << 64) - 1
-        return Rounding(self.policy.stochastic_rounding, seed)
+        seed = self.policy.seed * 0x1_0000_0001 + self.param_groups[0]["steps"] * 0x1_0001 + self._rank * 2 + stream
+        return Rounding(self.policy.stochastic_rounding, seed & (1 << 64) - 1)
 
 
 def _as_rows(parameter: Tensor) -> Tensor:

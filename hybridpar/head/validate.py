@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm.errors import NonFiniteError
+from hybridpar.head.margins import Margin
+from hybridpar.head.row_optimizers import RowPolicy
+from hybridpar.head.samplers import Sampler
 
 ROW_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -18,6 +21,7 @@ def settings_error(
     ignore_index: int,
     backbone_reduction: str,
     chunk_classes: int | None,
+    logits_budget: int,
 ) -> ValueError | None:
     """What is wrong with settings that no head can have. Returned, for all ranks to raise it together."""
     if embedding_size < 1:
@@ -35,6 +39,22 @@ def settings_error(
         return ValueError(f"backbone_reduction: expected 'sum' or 'mean', got {backbone_reduction!r}")
     if chunk_classes is not None and chunk_classes < 1:
         return ValueError(f"chunk_classes: expected at least 1, or None, got {chunk_classes}")
+    if logits_budget < 0:
+        return ValueError(f"logits_budget: expected bytes, 0 or more, got {logits_budget}")
+    return None
+
+
+def policies_error(margin: Margin, sampler: object, optimizer: object) -> Exception | None:
+    """What is wrong with how rows are drawn and stepped. Returned, as above."""
+    if sampler is not None and not isinstance(sampler, Sampler):
+        return TypeError(f"sampler: expected a Sampler, as hp.UniformSampler(rate=0.1), or None, got {sampler!r}")
+    if optimizer is not None and not isinstance(optimizer, RowPolicy):
+        return TypeError(
+            f"optimizer: expected a RowPolicy, as hp.RowSGD(0.1), or None, got {type(optimizer).__name__}; an "
+            "optimizer of torch takes head.parameters() instead"
+        )
+    if sampler is not None and not margin.scale > 0:
+        return ValueError(f"sampler: expected a margin whose scale is above 0, got {margin}")
     return None
 
 

@@ -23,11 +23,12 @@ from hybridpar.kernels.rows import (
 from hybridpar.kernels.rows_reference import Adagrad, AdamW, Gradient, Rounding, Rows, Sgd
 from hybridpar.kernels.sample import draw_with
 from hybridpar.kernels.softmax import add_exponentials, to_probabilities
-from hybridpar.kernels.softmax_reference import Own, exact_dtype, unit_rows, unit_rows_backward_
+from hybridpar.kernels.softmax_reference import Chunk, Own, exact_dtype, unit_rows, unit_rows_backward_
 
 __all__ = [
     "Adagrad",
     "AdamW",
+    "Chunk",
     "Gradient",
     "Own",
     "Rounding",

@@ -13,42 +13,28 @@ from torch.autograd.graph import increment_version
 
 from hybridpar.kernels import _native, softmax_reference
 from hybridpar.kernels.packing import CODES
-from hybridpar.kernels.softmax_reference import Own, exact_dtype
+from hybridpar.kernels.softmax_reference import Chunk, Own, exact_dtype
 
 
-def add_exponentials(
-    products_CB: Tensor,
-    inverse_norms_C: Tensor | None,
-    bias_C: Tensor | None,
-    scale: float,
-    own: Own,
-    maximum_B: Tensor,
-    total_B: Tensor,
-    out_CB: Tensor,
-) -> Tensor:
+def add_exponentials(chunk: Chunk, own: Own, maximum_B: Tensor, total_B: Tensor, out_CB: Tensor) -> Tensor:
     """Take one more chunk into a running log-sum-exp (Milakov and Gimelshein 2018).
 
-    The logit of class c and sample b is scale * (products[c, b] * inverse_norms[c] + bias[c]), or what ``own`` says.
-
     Args:
-        products_CB: float32, float64, bfloat16 or float16.
-        inverse_norms_C, bias_C: exact; None for all ones, and all zeros.
+        chunk: its products, and what makes logits of them.
         own: the samples whose own class is in this chunk, with their logits.
         maximum_B, total_B: exact; become the maximum of the logits so far, and the sum of exp(logit - maximum) so far.
             At first -inf and 0. A logit that is NaN or inf makes the total NaN.
-        out_CB: becomes exp(logit - maximum) * inverse_norm, and 0 for own classes; may be ``products_CB``.
+        out_CB: becomes exp(logit - maximum) * inverse_norm, and 0 for own classes; may be the products.
 
     Returns:
         The factor [B] by which anything accumulated against the old maximum must be multiplied.
     """
-    if not products_CB.is_cpu:
-        return softmax_reference.add_exponentials(
-            products_CB, inverse_norms_C, bias_C, scale, own, maximum_B, total_B, out_CB
-        )
+    if not chunk.products.is_cpu:
+        return softmax_reference.add_exponentials(chunk, own, maximum_B, total_B, out_CB)
     rescale_B = torch.empty_like(maximum_B)
-    _check(products_CB, out_CB, inverse_norms_C, bias_C, own.values, maximum_B, total_B)
+    _check(chunk, out_CB, own.values, maximum_B, total_B)
     _native.add_exponentials(
-        _chunk(products_CB, inverse_norms_C, bias_C, scale), _own(own), out_CB.data_ptr(),
+        _chunk(chunk), _own(own), out_CB.data_ptr(),
         maximum_B.data_ptr(), total_B.data_ptr(), rescale_B.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     increment_version([maximum_B, total_B, out_CB])
@@ -56,10 +42,7 @@ def add_exponentials(
 
 
 def to_probabilities(
-    products_CB: Tensor,
-    inverse_norms_C: Tensor | None,
-    bias_C: Tensor | None,
-    scale: float,
+    chunk: Chunk,
     own: Own,
     maximum_B: Tensor,
     log_total_B: Tensor,
@@ -72,18 +55,16 @@ def to_probabilities(
     Maximum and logarithm of the total are subtracted one after the other: added up first, they would lose digits.
 
     Args:
-        products_CB, inverse_norms_C, bias_C, scale: as for ``add_exponentials``.
+        chunk: as for ``add_exponentials``.
         maximum_B, log_total_B, counts_B: exact.
-        out_CB: where they go, of the dtype of the products; may be ``products_CB``.
+        out_CB: where they go, of the dtype of the products; may be the products.
         sums_C: exact; becomes their sum for each class, before they are rounded. None where nobody needs it.
     """
-    if not products_CB.is_cpu:
-        return softmax_reference.to_probabilities(
-            products_CB, inverse_norms_C, bias_C, scale, own, maximum_B, log_total_B, counts_B, out_CB, sums_C
-        )
-    _check(products_CB, out_CB, inverse_norms_C, bias_C, own.values, maximum_B, log_total_B, counts_B, sums_C)
+    if not chunk.products.is_cpu:
+        return softmax_reference.to_probabilities(chunk, own, maximum_B, log_total_B, counts_B, out_CB, sums_C)
+    _check(chunk, out_CB, own.values, maximum_B, log_total_B, counts_B, sums_C)
     _native.to_probabilities(
-        _chunk(products_CB, inverse_norms_C, bias_C, scale), _own(own), out_CB.data_ptr(), maximum_B.data_ptr(),
+        _chunk(chunk), _own(own), out_CB.data_ptr(), maximum_B.data_ptr(),
         log_total_B.data_ptr(), counts_B.data_ptr(), 0 if sums_C is None else sums_C.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
@@ -91,11 +72,12 @@ def to_probabilities(
     return None
 
 
-def _chunk(products_CB: Tensor, inverse_norms_C: Tensor | None, bias_C: Tensor | None, scale: float) -> _native.Chunk:
-    classes, batch = products_CB.shape
+def _chunk(chunk: Chunk) -> _native.Chunk:
+    classes, batch = chunk.products.shape
     return _native.Chunk(
-        products_CB.data_ptr(), CODES[products_CB.dtype], classes, batch,
-        0 if inverse_norms_C is None else inverse_norms_C.data_ptr(), 0 if bias_C is None else bias_C.data_ptr(), scale,
+        chunk.products.data_ptr(), CODES[chunk.products.dtype], classes, batch,
+        0 if chunk.inverse_norms is None else chunk.inverse_norms.data_ptr(),
+        0 if chunk.bias is None else chunk.bias.data_ptr(), chunk.scale,
     )  # fmt: skip
 
 
@@ -103,15 +85,16 @@ def _own(own: Own) -> _native.OwnSamples:
     return _native.OwnSamples(len(own.classes), own.classes.data_ptr(), own.samples.data_ptr(), own.values.data_ptr())
 
 
-def _check(products_CB: Tensor, out_CB: Tensor, *exact: Tensor | None) -> None:
+def _check(chunk: Chunk, out_CB: Tensor, *exact: Tensor | None) -> None:
+    products_CB = chunk.products
     if products_CB.dtype not in CODES or out_CB.dtype != products_CB.dtype or out_CB.shape != products_CB.shape:
         raise TypeError(
             f"expected products and results of one floating-point dtype and shape, got {products_CB.dtype} "
             f"{tuple(products_CB.shape)} and {out_CB.dtype} {tuple(out_CB.shape)}"
         )
     wanted = exact_dtype(products_CB.dtype)
-    given = [tensor for tensor in exact if tensor is not None]
-    if not all(tensor.dtype == wanted and tensor.is_contiguous() for tensor in given):
-        raise TypeError(f"expected contiguous {wanted} beside the products, got {[tensor.dtype for tensor in given]}")
+    beside = [tensor for tensor in (chunk.inverse_norms, chunk.bias, *exact) if tensor is not None]
+    if not all(tensor.dtype == wanted and tensor.is_contiguous() for tensor in beside):
+        raise TypeError(f"expected contiguous {wanted} beside the products, got {[tensor.dtype for tensor in beside]}")
     if not (products_CB.is_contiguous() and out_CB.is_contiguous()):
         raise ValueError(f"expected contiguous products and results, got strides {products_CB.stride()}")

@@ -11,6 +11,20 @@ import torch
 from torch import Tensor
 
 
+class Chunk(NamedTuple):
+    """The logit of class c and sample b is scale * (products[c, b] * inverse_norms[c] + bias[c]).
+
+    Attributes:
+        products: [C, B], float32, float64, bfloat16 or float16.
+        inverse_norms, bias: exact [C]; None for all ones, and all zeros.
+    """
+
+    products: Tensor
+    inverse_norms: Tensor | None
+    bias: Tensor | None
+    scale: float
+
+
 class Own(NamedTuple):
     """Samples whose own class is in a chunk, in ascending order of it.
 
@@ -30,36 +44,24 @@ def exact_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def add_exponentials(
-    products_CB: Tensor,
-    inverse_norms_C: Tensor | None,
-    bias_C: Tensor | None,
-    scale: float,
-    own: Own,
-    maximum_B: Tensor,
-    total_B: Tensor,
-    out_CB: Tensor,
-) -> Tensor:
+def add_exponentials(chunk: Chunk, own: Own, maximum_B: Tensor, total_B: Tensor, out_CB: Tensor) -> Tensor:
     """See `hybridpar.kernels.add_exponentials`."""
-    logits_CB = _logits(products_CB, inverse_norms_C, bias_C, scale)
+    logits_CB = _logits(chunk)
     logits_CB[own.classes, own.samples] = own.values
     new_maximum_B = torch.maximum(maximum_B, logits_CB.amax(dim=0)) if len(logits_CB) else maximum_B.clone()
     rescale_B = torch.where(maximum_B == new_maximum_B, 1.0, torch.exp(maximum_B - new_maximum_B))
     logits_CB.sub_(torch.where(new_maximum_B == -torch.inf, 0.0, new_maximum_B)).exp_()
     total_B.mul_(rescale_B).add_(logits_CB.sum(dim=0))
     maximum_B.copy_(new_maximum_B)
-    if inverse_norms_C is not None:
-        logits_CB.mul_(inverse_norms_C[:, None])
+    if chunk.inverse_norms is not None:
+        logits_CB.mul_(chunk.inverse_norms[:, None])
     logits_CB[own.classes, own.samples] = 0.0
     out_CB.copy_(logits_CB)
     return rescale_B
 
 
 def to_probabilities(
-    products_CB: Tensor,
-    inverse_norms_C: Tensor | None,
-    bias_C: Tensor | None,
-    scale: float,
+    chunk: Chunk,
     own: Own,
     maximum_B: Tensor,
     log_total_B: Tensor,
@@ -68,7 +70,7 @@ def to_probabilities(
     sums_C: Tensor | None,
 ) -> None:
     """See `hybridpar.kernels.to_probabilities`."""
-    values_CB = _logits(products_CB, inverse_norms_C, bias_C, scale)
+    values_CB = _logits(chunk)
     values_CB.sub_(maximum_B).sub_(log_total_B).exp_().mul_(counts_B)
     values_CB[own.classes, own.samples] = own.values
     out_CB.copy_(values_CB)
@@ -76,13 +78,13 @@ def to_probabilities(
         sums_C.copy_(values_CB.sum(dim=1))
 
 
-def _logits(products_CB: Tensor, inverse_norms_C: Tensor | None, bias_C: Tensor | None, scale: float) -> Tensor:
-    logits_CB = products_CB.to(exact_dtype(products_CB.dtype), copy=True)
-    if inverse_norms_C is not None:
-        logits_CB.mul_(inverse_norms_C[:, None])
-    if bias_C is not None:
-        logits_CB.add_(bias_C[:, None])
-    return logits_CB.mul_(scale)
+def _logits(chunk: Chunk) -> Tensor:
+    logits_CB = chunk.products.to(exact_dtype(chunk.products.dtype), copy=True)
+    if chunk.inverse_norms is not None:
+        logits_CB.mul_(chunk.inverse_norms[:, None])
+    if chunk.bias is not None:
+        logits_CB.add_(chunk.bias[:, None])
+    return logits_CB.mul_(chunk.scale)
 
 
 def unit_rows(rows: Tensor, eps: float = 1e-12) -> tuple[Tensor, Tensor]:

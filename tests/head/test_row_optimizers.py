@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -226,6 +228,70 @@ def test_hyperparameters_that_a_scheduler_spoils_are_refused_before_any_row_is_t
     with pytest.raises(ValueError, match=r"RowSGD\.lr: expected a finite number >= 0, got nan"):
         loss.backward()
     assert torch.equal(head.weight.detach(), before)
+
+
+def test_a_copy_steps_rows_of_its_own_by_the_same_policy() -> None:
+    def work(group: Any) -> None:
+        policy = hp.RowSGD(0.1, momentum=0.9, weight_decay=0.1, lazy_decay=True)
+        head = hp.ShardedClassifier(
+            4, 20, optimizer=policy, sampler=hp.UniformSampler(rate=0.3), dtype=torch.float64, group=group
+        )
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(head.row_optimizer, 0.5)
+        features, labels = torch.randn(3, 4, dtype=torch.float64), torch.tensor([0, 1, 12])
+        head(features, labels).backward()
+        scheduler.step()
+        twin = copy.deepcopy(head)
+        before = head.weight.detach().clone()
+        twin(features, labels).backward()
+        assert torch.equal(head.weight.detach(), before) and not torch.equal(twin.weight.detach(), before)
+        assert twin.row_optimizer is not head.row_optimizer and twin.row_optimizer.param_groups[0]["lr"] == 0.05
+        head(features, labels).backward()
+        assert torch.equal(head.state_dict()["weight"], twin.state_dict()["weight"])
+
+    run_threads(2, work)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw", "adagrad"])
+def test_a_checkpoint_continues_on_another_number_of_ranks(name: str, tmp_path: Path) -> None:
+    case = Case(2, 23, MARGINS["softmax-bias"], sizes=((3, 5), (2, 4), (6, 1), (2, 3)))
+    case = replace(case, head={"optimizer": OPTIMIZERS[name][0]})
+    problem = make_problem(case)
+
+    def part(group: Any, begin: int, end: int, found: Path | None, saved: Path | None) -> tuple[Tensor, ...]:
+        head = make_head(group, case)
+        set_rows(head, group, problem.weight, problem.bias)
+        if found is not None:
+            hp.checkpoint.load(found, head=head, optimizer=head.row_optimizer, group=group)
+        for features, labels in problem.batches[begin:end]:
+            share = [len(labels) // group.size + (rank < len(labels) % group.size) for rank in range(group.size)]
+            head(local(features, share, group.rank), local(labels, share, group.rank)).backward()
+        assert head.row_optimizer.param_groups[0]["steps"] == end
+        if saved is not None:
+            hp.checkpoint.save(saved, step=end, head=head, optimizer=head.row_optimizer, group=group)
+        return head.layout.class_ids(group.rank), head.weight.detach(), head.bias.detach()
+
+    whole = run_threads(2, part, 0, 4, None, None)
+    run_threads(2, part, 0, 2, None, tmp_path)
+    resumed = run_threads(3, part, 2, 4, tmp_path, None)
+    for place in (1, 2):
+        rows = [dense_rows([(rank[0], rank[place]) for rank in ranks], 23) for ranks in (whole, resumed)]
+        assert_close(rows[1], rows[0], 1e-10, "rows")
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"optimizer": torch.optim.SGD}, TypeError, "optimizer: expected a RowPolicy, as"),
+        ({"sampler": 0.1}, TypeError, "sampler: expected a Sampler, as"),
+        ({"logits_budget": -1}, ValueError, "logits_budget: expected bytes, 0 or more, got -1"),
+    ],
+)
+def test_wrong_settings_on_one_rank_are_refused_on_all(settings: Any, kind: type[Exception], message: str) -> None:
+    def make(group: Any) -> None:
+        hp.ShardedClassifier(4, 9, group=group, **(settings if group.rank == 1 else {}))
+
+    for error in errors_of(2, make):
+        assert isinstance(error, kind) and message in str(error)
 
 
 def test_ranks_with_different_policies_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -21,11 +22,12 @@ ROUNDED = {torch.float64: 1e-13, torch.float32: 2e-5, torch.bfloat16: 1e-2, torc
 
 
 class Case(NamedTuple):
-    products: Tensor
-    inverse_norms: Tensor | None
-    bias: Tensor | None
-    scale: float
+    chunk: kernels.Chunk
     own: kernels.Own
+
+    @property
+    def products(self) -> Tensor:
+        return self.chunk.products
 
     @property
     def exact(self) -> torch.dtype:
@@ -34,11 +36,11 @@ class Case(NamedTuple):
     def logits(self) -> Tensor:
         """In float64."""
         logits = self.products.double()
-        if self.inverse_norms is not None:
-            logits = logits * self.inverse_norms.double()[:, None]
-        if self.bias is not None:
-            logits = logits + self.bias.double()[:, None]
-        logits = logits * self.scale
+        if self.chunk.inverse_norms is not None:
+            logits = logits * self.chunk.inverse_norms.double()[:, None]
+        if self.chunk.bias is not None:
+            logits = logits + self.chunk.bias.double()[:, None]
+        logits = logits * self.chunk.scale
         logits[self.own.classes, self.own.samples] = self.own.values.double()
         return logits
 
@@ -48,13 +50,14 @@ def _case(classes: int, batch: int, dtype: torch.dtype, *, plain: bool = False, 
     exact = kernels.exact_dtype(dtype)
     owners = torch.randperm(batch, generator=random)[: batch // 3] if classes else torch.empty(0, dtype=torch.int64)
     own_classes = torch.sort(torch.randint(max(classes, 1), (len(owners),), generator=random)).values
-    return Case(
+    chunk = kernels.Chunk(
         (torch.rand(classes, batch, generator=random) * 2 - 1).to(dtype),
         None if plain else torch.rand(classes, generator=random).to(exact) + 0.5,
         None if plain else torch.rand(classes, generator=random).to(exact),
         20.0,
-        kernels.Own(own_classes, owners, torch.randn(len(owners), generator=random).to(exact) * 10),
     )
+    values = torch.randn(len(owners), generator=random).to(exact) * 10
+    return Case(chunk, kernels.Own(own_classes, owners, values))
 
 
 def _running(batch: int, exact: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -80,7 +83,9 @@ def test_chunk_by_chunk_gives_the_log_sum_exp_and_the_weights(
             kernels.add_exponentials(*case, maximum, total, out)
             seen = torch.cat([seen, case.logits()])
             weights = torch.exp(case.logits() - maximum.double().clamp(min=-1e30))
-            weights = weights if case.inverse_norms is None else weights * case.inverse_norms.double()[:, None]
+            weights = (
+                weights if case.chunk.inverse_norms is None else weights * case.chunk.inverse_norms.double()[:, None]
+            )
             weights[case.own.classes, case.own.samples] = 0
             torch.testing.assert_close(out.double(), weights, rtol=ROUNDED[dtype], atol=ROUNDED[dtype])
         exact = EXACT[maximum.dtype]
@@ -139,7 +144,7 @@ def test_exponentials_are_right_over_their_whole_range() -> None:
     maximum, total = torch.zeros(1), torch.zeros(1)
     out, nobody = torch.empty_like(logits), torch.empty(0, dtype=torch.int64)
     own = kernels.Own(nobody, nobody, torch.empty(0))
-    kernels.add_exponentials(logits, None, None, 1.0, own, maximum, total, out)
+    kernels.add_exponentials(kernels.Chunk(logits, None, None, 1.0), own, maximum, total, out)
     wanted = torch.exp(logits[:-3].double())
     assert float(((out[:-3].double() - wanted) / wanted).abs().max()) < 3e-7 and out[-3:].eq(0).all()
     assert total.item() == pytest.approx(float(wanted.sum()), rel=1e-6)
@@ -158,8 +163,6 @@ def test_what_is_not_finite_reaches_the_total_of_its_sample_alone(bad: float, dt
 
 
 def test_many_callers_share_the_threads() -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
@@ -184,5 +187,6 @@ def test_wrong_memory_is_refused() -> None:
         kernels.add_exponentials(*case, maximum, total, torch.empty(4, 5))
     with pytest.raises(TypeError, match=r"expected contiguous torch\.float32 beside the products"):
         kernels.add_exponentials(*case, maximum.double(), total, torch.empty(4, 6))
+    turned = case.chunk._replace(products=case.products.T.contiguous().T)
     with pytest.raises(ValueError, match="expected contiguous products"):
-        kernels.add_exponentials(case.products.T.contiguous().T, *case[1:], maximum, total, torch.empty(4, 6))
+        kernels.add_exponentials(turned, case.own, maximum, total, torch.empty(4, 6))
