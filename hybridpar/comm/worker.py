@@ -1,8 +1,16 @@
-"""A communication thread: runs collectives of one lane in the order in which they were submitted."""
+"""A communication thread: runs collectives of one lane in the order in which they were submitted.
+
+# Note [jobs at the end of the process]
+A thread that asks for the interpreter's lock inside a library's C++ while the interpreter goes down ends the process
+with SIGABRT. Lanes end their waits in time, but a job that has come out of one runs on: it tells other lanes, frees
+tensors. So the end of the process waits for jobs, after the lanes have ended their waits, and begins no other.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,6 +20,7 @@ from typing import Any
 import torch
 
 _Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
+_END_SECONDS = 2.0
 
 
 class Worker:
@@ -55,13 +64,34 @@ class Worker:
         self._finalizer()
 
 
+_RUNNING: set[int] = set()  # threads inside a job
+_ENDING = threading.Event()
+
+
+def _await_jobs() -> None:
+    """Note [jobs at the end of the process]."""
+    _ENDING.set()
+    end = time.monotonic() + _END_SECONDS
+    while _RUNNING - {threading.get_ident()} and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+# What was made last is finalized first: lanes, and threads that wait for others, before this.
+weakref.finalize(Worker, _await_jobs)
+os.register_at_fork(after_in_child=_RUNNING.clear)
+
+
 @torch.no_grad()
 def _run(queue: SimpleQueue[_Job | None]) -> None:
     # Text only: the exception would keep its frames alive, and with them the worker's owner.
     failure: str | None = None
+    thread = threading.get_ident()
     while (job := queue.get()) is not None:
         future, function, arguments = job
+        _RUNNING.add(thread)
         try:
+            if _ENDING.is_set():
+                raise RuntimeError("not sent, because the process ends")
             if failure is not None:
                 raise RuntimeError(
                     f"not sent, because an earlier operation of this communication thread failed: {failure}"
@@ -72,3 +102,4 @@ def _run(queue: SimpleQueue[_Job | None]) -> None:
             future.set_exception(error)
         # A waiting thread must not keep the last job's tensors alive.
         del job, future, function, arguments
+        _RUNNING.discard(thread)

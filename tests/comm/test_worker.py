@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hybridpar.comm.worker import Worker
+from tests.ranks import run_program
 
 
 def _alive(name: str) -> int:
@@ -69,3 +70,30 @@ def test_an_abandoned_worker_ends_even_after_a_failure() -> None:
     del worker
     gc.collect()
     _await_end("test-abandoned")
+
+
+ENDS_WITH_JOBS = """
+import atexit, threading, time
+from hybridpar.comm.worker import Worker
+
+ends = threading.Event()
+atexit.register(ends.set)
+
+def job():
+    ends.wait()
+    time.sleep(0.5)
+    print("the job's end", flush=True)
+
+def next_job():
+    print("another job", flush=True)
+
+worker = Worker("test-exit")
+worker.submit(job)
+worker.submit(next_job)
+raise KeyError("this rank fails")
+"""
+
+
+def test_the_process_ends_after_a_running_job_and_begins_no_other() -> None:
+    codes, outputs = run_program(ENDS_WITH_JOBS, 1)
+    assert codes == [1] and outputs[0][0] == "the job's end\n", outputs

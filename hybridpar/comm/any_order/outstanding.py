@@ -87,7 +87,6 @@ class Outstanding:
         # Of the communication thread: whether it sleeps, or waits for the rest of a set; what has come meanwhile.
         self._sleeps, self._missing, self._news, self._lingered = False, set[int](), False, False
         self._fruitless_since: float | None = None
-        self._inside = False
         self._unwatched = False
         self._stopped_since: float | None = None
         self._stopped_seconds = 0.0
@@ -174,12 +173,8 @@ class Outstanding:
         """
         self._open = False
 
-    def close(self) -> tuple[bool, bool]:
-        """End now; what is outstanding fails.
-
-        Returns:
-            Whether others may wait for this rank in a negotiation, and whether they may do so for what is on its way.
-        """
+    def close(self) -> bool:
+        """End now; what is outstanding fails. Returns whether something was on its way."""
         with self._lock:
             self._open, self._closed = False, True
             sends = bool(self._flying)
@@ -190,7 +185,7 @@ class Outstanding:
         if aside is not None:
             aside.set_exception(self._left("the engine was closed while this rank stood aside"))
         self._lose(lost, "the engine was closed before the sum had arrived; call wait_all() before close()")
-        return self._inside or bool(lost), sends
+        return sends
 
     def fail(self, reason: str, *, gave_up: bool) -> bool:
         """Everything outstanding fails, and every later submission. False if there was a failure already."""
@@ -212,7 +207,6 @@ class Outstanding:
     def await_turn(self, expected: frozenset[int]) -> dict[int, Terms] | None:
         """Note [when to negotiate]. Returns what could be sent now, or None at the end."""
         with self._lock:
-            self._inside = False
             if not self._news and self.aside is None:
                 self._sleeps = True
                 self._work.wait_for(lambda: self._news or self.aside is not None or self._at_end(), self._pause())
@@ -224,7 +218,7 @@ class Outstanding:
                 self._missing.clear()
             if self._at_end():
                 return None
-            self._news, self._inside = False, True
+            self._news = False
             return {index: queue[0].terms for index, queue in self._queues.items()}
 
     def found_nothing(self, *, grown: bool) -> None:
@@ -315,14 +309,6 @@ class Outstanding:
                 del heads, oldest  # this thread must not keep what arrives meanwhile alive, nor whom its callbacks know
                 self._watching.wait(max(rest, _BETWEEN_LOOKS))
             return None
-
-    def await_end(self) -> bool:
-        """False if, some pulses after a drain, nothing travels and yet the communication thread has not come out."""
-        with self._lock:
-            while not self.ended:
-                if not self._watching.wait(2 * self._pulse_seconds) and not self._flying:
-                    return self.ended
-            return True
 
     def waits(self, submission: Submission) -> bool:
         """Whether it is still to be agreed on."""

@@ -22,6 +22,10 @@ A rank that has nothing more to contribute, while others go on, goes along with 
 byte for each tensor that it does not submit itself, so that the others alone decide; what is highest everywhere is
 nobody's, and not ready. It has no opinion on terms. The second byte is 1 where a rank stands aside. When it is 1
 everywhere, all of them return in this same negotiation, whatever else it found, and gather who stood aside last.
+
+# Note [leaving]
+A rank that ends takes part in one more negotiation, holding nothing, with 0 in the third byte. So nobody is left behind
+in a negotiation that this rank will not come to, and all who were in it know that there will be no other.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from hybridpar.comm.lanes.lane import Lane, Op
 
 OPS: tuple[Op, ...] = ("sum", "max", "min")
 _NEW_TERMS, _KNOWN_TERMS, _ANY = 1, 2, 255
-_GROWS, _ASIDE, _TENSORS = 0, 1, 2  # places in the vector
+_GROWS, _ASIDE, _STAYS, _TENSORS = 0, 1, 2, 3  # places in the vector
 _NO_OPINION = -1
 _REMEMBERED = 256
 
@@ -64,12 +68,14 @@ class Agreement:
         disputes: for those of them that the ranks want combined in different ways: who wants what.
         grown: whether more tensors take part from now on.
         last: where all ranks stood aside and return: the rank of the lane that came last, of several the highest.
+        over: whether a rank leaves, so that this was the last negotiation.
     """
 
     indices: tuple[int, ...]
     disputes: Mapping[int, str] = field(default_factory=dict)
     grown: bool = False
     last: int | None = None
+    over: bool = False
 
 
 class Readiness:
@@ -91,7 +97,9 @@ class Readiness:
         self.terms: list[Terms] = []
         self.edition = 0
 
-    def agree(self, ready: Mapping[int, Terms], registered: Sequence[int], *, aside: bool = False) -> Agreement:
+    def agree(
+        self, ready: Mapping[int, Terms], registered: Sequence[int], *, aside: bool = False, leaving: bool = False
+    ) -> Agreement:
         """Collective: one all-reduce, and a gather where terms have changed. Blocks until every rank has called.
 
         Args:
@@ -99,13 +107,14 @@ class Readiness:
             registered: how many tensors there were after each registration on this rank. The list only grows, and it
                 is the same on all ranks as far as it goes.
             aside: whether this rank goes along with what the others hold, see Note [standing aside].
+            leaving: whether it ends; then it has nothing ``ready`` and does not stand aside. See Note [leaving].
 
         Raises:
             CommunicationError: as the lane does.
         """
         vector, count = self._vector.numpy(), len(self.terms)
         vector.fill(_ANY if aside else 0)
-        vector[_GROWS], vector[_ASIDE] = len(registered) > self._growths, aside
+        vector[_GROWS], vector[_ASIDE], vector[_STAYS] = len(registered) > self._growths, aside, not leaving
         held = vector[_TENSORS:]
         for index, terms in ready.items():
             if index < count:
@@ -121,7 +130,7 @@ class Readiness:
         last = self._gather_last() if vector[_ASIDE] else None
         if grown:
             self._grow(registered[self._growths])
-        return Agreement(indices, disputes, grown, last)
+        return Agreement(indices, disputes, grown, last, over=not vector[_STAYS])
 
     def _grow(self, count: int) -> None:
         self._growths += 1

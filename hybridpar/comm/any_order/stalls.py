@@ -74,8 +74,7 @@ class StallWatch:
     The lowest rank that waits warns; the others say the same at level INFO.
 
     Args:
-        give_up: called with the reason when a tensor has waited for ``timeout`` seconds, or for a rank that has closed,
-            and when an engine that nobody uses any more does not end by itself.
+        give_up: called with the reason when a tensor has waited for ``timeout`` seconds, or for a rank that has closed.
     """
 
     def __init__(
@@ -96,9 +95,6 @@ class StallWatch:
         while (stalled := self._outstanding.await_stall(self._limit)) is not None:
             self._look_at(stalled)
             del stalled  # it must not live on through the next wait
-        if not self._outstanding.await_end():
-            # It waits in a negotiation for a rank that ended its engine a moment earlier, or still uses it.
-            self._give_up("its engine was given up by the program")
 
     def _limit(self, oldest: Submission) -> float:
         warned, seconds = self._warned

@@ -17,7 +17,7 @@ from torch import Tensor
 from hybridpar.comm.any_order.outstanding import Outstanding, Submission
 from hybridpar.comm.any_order.readiness import Agreement, Forecast, Readiness, Terms
 from hybridpar.comm.any_order.sender import FLOATS, Sender
-from hybridpar.comm.any_order.stalls import Inquiry
+from hybridpar.comm.any_order.stalls import Inquiry, closers
 from hybridpar.comm.errors import CommunicationError
 from hybridpar.comm.lanes.lane import Lane
 
@@ -55,6 +55,7 @@ class Traffic:
         self._outstanding, self._registered, self._inquiry = outstanding, registered, inquiry
         self._control, self._data = control, data
         self._readiness, self._forecast, self._sender = Readiness(control), Forecast(), sender
+        self._over = False  # no rank will come to another negotiation
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="hybridpar-any-order", daemon=True)
 
@@ -67,12 +68,13 @@ class Traffic:
 
     def stop(self) -> None:
         """End now. Lets the thread come out of a call, and the other ranks know what cannot arrive."""
-        negotiates, sends = self._outstanding.close()
-        if sends:
+        if self._outstanding.close():
             self._data.abort()
-        if negotiates:
+        if self.is_current_thread():
+            return
+        self._thread.join(_END_SECONDS)
+        if self._thread.is_alive():  # the others do not come to this rank's last negotiation
             self._control.abort()
-        if not self.is_current_thread():
             self._thread.join(_END_SECONDS)
 
     def _stop_at_exit(self) -> None:
@@ -93,10 +95,20 @@ class Traffic:
         finally:
             self._outstanding.end()
             if self._outstanding.failure is None:
-                self._inquiry.publish(None)
+                self._leave()
             self._control.close()
             self._data.close()
             atexit.unregister(self._stop_at_exit)
+
+    def _leave(self) -> None:
+        """Note [leaving] in readiness.py."""
+        self._inquiry.publish(None)  # whoever is left asks who it was
+        if self._over:
+            return
+        try:
+            self._readiness.agree({}, self._outstanding.registered, leaving=True)
+        except CommunicationError as error:
+            _LOG.info("the others were not told that this rank has closed its engine: %s", error)
 
     def give_up(self, reason: str) -> None:
         """From another thread."""
@@ -111,6 +123,11 @@ class Traffic:
             self._outstanding.found_nothing(grown=agreement.grown)
         if agreement.last is not None:
             self._outstanding.come_back(agreement.last)
+        if agreement.over:
+            self._over = True
+            if not self._outstanding.ended:
+                reason = closers(self._inquiry.ask()) or "another rank left the engine"
+                self._outstanding.fail(reason, gave_up=False)
 
     def _send(self, agreement: Agreement, *, aside: bool) -> None:
         self._forecast.saw(agreement.indices)

@@ -205,6 +205,21 @@ def test_closing_fails_what_has_not_arrived() -> None:
     _await_threads(0)
 
 
+def test_an_idle_engine_ends_soon_after_another_rank_has_closed_its_own() -> None:
+    def work(group: Any) -> None:
+        engine = _engine(group, "a")
+        engine.submit(0, torch.ones(2)).result(30)
+        group.barrier()
+        if group.rank == 1:
+            engine.close()
+        _await_threads(0)
+        if group.rank != 1:
+            with pytest.raises(hp.CommunicationError, match="another rank left the engine"):
+                engine.submit(0, torch.ones(2)).result(30)
+
+    run_threads(3, work, timeout=120)
+
+
 def test_an_engine_closed_between_agreeing_and_sending_fails_the_others_at_once() -> None:
     def work(group: Any) -> None:
         engine = _engine(group, "a")

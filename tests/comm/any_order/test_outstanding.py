@@ -204,22 +204,6 @@ def test_draining_ends_a_rank_that_has_nothing_to_send_with_its_pulse() -> None:
     assert _seconds(lambda: outstanding.await_turn(NOTHING)) < LONG / 2 and outstanding.await_turn(NOTHING) is None
 
 
-def test_a_drained_rank_that_does_not_come_out_of_a_negotiation_is_noticed_once_nothing_travels() -> None:
-    outstanding = _three(0.05)
-    _put(outstanding, 0)
-    outstanding.await_turn(NOTHING)
-    taken = outstanding.take([0], grown=False)
-    outstanding.drain()
-    assert outstanding.await_stall(lambda _: LONG) is None
-    _later(lambda: outstanding.arrived(taken))
-    start = time.monotonic()
-    assert not outstanding.await_end() and 0.1 < time.monotonic() - start < LONG / 2
-    ending = _three()
-    ending.drain()
-    _later(ending.end)
-    assert ending.await_end()
-
-
 def test_whoever_waits_for_all_waits_until_the_last_future_was_told() -> None:
     outstanding = _three()
     first, second = _put(outstanding, 0, 1)

@@ -113,6 +113,16 @@ def test_different_operations_are_a_dispute_that_every_rank_hears_of_and_that_ca
     run_threads(3, work)
 
 
+def test_all_hear_in_the_last_negotiation_that_a_rank_leaves() -> None:
+    def work(group: Any) -> list[Agreement]:
+        readiness, everything = Readiness(group.new_lane()), {index: Terms() for index in range(3)}
+        leaves = group.rank == 1
+        readiness.agree({}, [3])
+        return [readiness.agree(everything, [3]), readiness.agree({} if leaves else everything, [3], leaving=leaves)]
+
+    assert run_threads(3, work) == [[Agreement((0, 1, 2)), Agreement((), over=True)]] * 3
+
+
 def test_a_rank_that_left_is_an_error_for_the_others() -> None:
     def work(group: Any) -> None:
         lane = group.new_lane()
