@@ -40,7 +40,7 @@ $(BIN)/python:
 $(INSTALLED): constraints.txt pyproject.toml setup.py $(SOURCES) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel nanobind
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		--no-build-isolation -e '.[recipes,dev,mpi,mxnet]'
+		--no-build-isolation -e '.[recipes,dev,mpi,mxnet,faiss]'
 	@touch $@
 
 train: venv

@@ -11,7 +11,9 @@ import nanobind
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-_MODULES = ("board", "engine_inbox", "margin_softmax", "pack", "parallel", "reduce", "row_update", "sample", "shm")
+_MODULES = (
+    "board", "engine_inbox", "initial", "margin_softmax", "pack", "parallel", "reduce", "row_update", "sample", "shm",
+)  # fmt: skip
 _HEADERS = ("bindings_head", "check", "clones", "exponential", "ranges", "splitmix", "types")
 SOURCES = [f"csrc/{name}.cc" for name in ("bindings", "bindings_head", "shm_buckets", *_MODULES)]
 HEADERS = [f"csrc/{name}.h" for name in (*_HEADERS, *_MODULES)]
@@ -35,9 +37,17 @@ class BuildNative(build_ext):
     def build_extensions(self) -> None:
         self.require_compiler()
         # -fno-strict-aliasing is what nanobind's library asks for. Without -fno-trapping-math the branch-free half
-        # conversions are not vectorised; results are the same, only the floating-point exception flags differ.
-        compile_args = ["-std=c++17", "-O3", "-fno-trapping-math", "-ffp-contract=off", "-fno-strict-aliasing"]
-        compile_args += ["-fvisibility=hidden", "-ffunction-sections", "-fdata-sections", "-Wall", "-Wextra"]
+        # conversions are not vectorised, nor square roots without -fno-math-errno; results are the same, only the
+        # floating-point exception flags and errno differ.
+        compile_args = ["-std=c++17", "-O3", "-fno-trapping-math", "-fno-math-errno", "-ffp-contract=off"]
+        compile_args += [
+            "-fno-strict-aliasing",
+            "-fvisibility=hidden",
+            "-ffunction-sections",
+            "-fdata-sections",
+            "-Wall",
+            "-Wextra",
+        ]
         link_args = [] if sys.platform == "darwin" else ["-Wl,--gc-sections", "-Wl,-s"]
         for extension in self.extensions:
             extension.extra_compile_args += compile_args

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridpar as hp
-from hybridpar.head.initial import initial_rows_
+from hybridpar.kernels import draw_normal_rows
 
 # Resident memory of a rank that trains a very small head: interpreter, torch, gloo, autograd.
 PROCESS_BYTES = 340 * MIB
@@ -143,7 +143,7 @@ def torch_ddp(work: Work, backbone: nn.Module) -> Model:
 def initial_rows(work: Work, first: int, end: int) -> Tensor:
     """The rows that hp.ShardedClassifier starts with."""
     rows = torch.empty(end - first, work.embedding)
-    return initial_rows_(rows, torch.arange(first, end), seed=0, std=work.std)
+    return draw_normal_rows(rows, torch.arange(first, end), seed=0, std=work.std)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "check.h"
+#include "initial.h"
 #include "margin_softmax.h"
 #include "row_update.h"
 #include "sample.h"
@@ -154,9 +155,24 @@ void bind_sample(nb::module_ &module) {
         "kept"_a, "kept_count"_a, "size"_a, "count"_a, "seed"_a, "result"_a);
 }
 
+void bind_initial(nb::module_ &module) {
+    module.def(
+        "draw_normal_rows",
+        [](std::uintptr_t classes, std::int64_t count, std::int64_t width, std::uint64_t seed, double deviation,
+           std::int64_t dtype, std::uintptr_t rows, std::int64_t threads) {
+            check(count >= 0 && width >= 0, "expected zero or more rows and columns, got ", count, " and ", width);
+            const DType rows_dtype = dtype_of(dtype);
+            const nb::gil_scoped_release release;
+            draw_normal_rows(at<const std::int64_t>(classes), count, width, seed, deviation, rows_dtype, at(rows),
+                             threads);
+        },
+        "classes"_a, "count"_a, "width"_a, "seed"_a, "deviation"_a, "dtype"_a, "rows"_a, "threads"_a);
+}
+
 } // namespace
 
 void bind_head(nb::module_ &module) {
+    bind_initial(module);
     bind_margin_softmax(module);
     bind_policies(module);
     bind_rows(module);

@@ -18,6 +18,7 @@ from hybridpar.engine_report import engine_report
 from hybridpar.global_order import GlobalOrder
 from hybridpar.grad_norm import clip_grad_norm_
 from hybridpar.head.classifier import ShardedClassifier
+from hybridpar.head.coverage import Coverage
 from hybridpar.head.margins import (
     AdaFace,
     ArcFace,
@@ -31,7 +32,7 @@ from hybridpar.head.margins import (
 )
 from hybridpar.head.replicated import ReplicatedClassifier
 from hybridpar.head.row_optimizers import RowAdagrad, RowAdamW, RowOptimizer, RowPolicy, RowSGD
-from hybridpar.head.samplers import Drawn, Sampler, UniformSampler
+from hybridpar.head.samplers import Drawn, HardSampler, Sampler, UniformSampler
 from hybridpar.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
@@ -40,11 +41,13 @@ __all__ = [
     "CombinedMargin",
     "CommunicationError",
     "CosFace",
+    "Coverage",
     "CurricularFace",
     "DataParallel",
     "Drawn",
     "GlobalOrder",
     "Group",
+    "HardSampler",
     "MagFace",
     "Margin",
     "NoTimeline",

@@ -196,6 +196,8 @@ def _write_files(
     if head is not None and (head.group.size > 1 or rank == 0):
         shard: dict[str, Tensor] = dict(head.named_parameters())
         shard |= optimizers.tensors(named_optimizers, names, rows=True)
+        if head.class_graph is not None:
+            shard[rows.CLASS_GRAPH] = head.class_graph
         row_description = rows.describe_rows(shard)
         shard[rows.CLASS_IDS] = head.layout.class_ids(head.group.rank)
         entries.append(files.write_tensors(partial / rows.shard_name(head.group.rank, head.group.size), shard))
@@ -207,6 +209,8 @@ def _write_files(
             replicated["margin_state"] = head.margin_state
         if head is not None and head.draws is not None:
             replicated["draws"] = head.draws
+        if head is not None and head.graph_draw is not None:
+            replicated["graph_draw"] = head.graph_draw
         entries.append(files.write_tensors(partial / "replicated.safetensors", replicated))
     return entries, row_description
 
@@ -253,17 +257,23 @@ def _restore(
     row_tensors: dict[str, Tensor] = {}
     if head is not None:
         wanted = rows.row_likes(manifest["head"]["rows"], named_optimizers)
-        row_tensors = rows.read_rows(path, manifest["head"]["shards"], head.layout, head.group.rank, wanted)
+        if head.class_graph is None or wanted.get(rows.CLASS_GRAPH, ((), None))[0] != head.class_graph.shape[1:]:
+            wanted.pop(rows.CLASS_GRAPH, None)
+        # In place: a second copy of the rows might not fit into memory.
+        own = {name: parameter.detach() for name, parameter in head.named_parameters()}
+        into = own | optimizers.tensors(named_optimizers, names, rows=True)
+        row_tensors = rows.read_rows(path, manifest["head"]["shards"], head.layout, head.group.rank, wanted, into)
     if model is not None:
         _bare(model).load_state_dict(load_file(path / "model.safetensors"))
     if head is not None:
-        head.load_state_dict({name: row_tensors[name] for name, _ in head.named_parameters()}, strict=False)
+        head.load_state_dict({name: row_tensors[name] for name in own if row_tensors[name] is not own[name]}, False)
         if manifest["head"]["margin"] == repr(head.margin):
             head.margin_state.copy_(replicated.get("margin_state", head.margin_state))
             if head.draws is not None:
                 head.draws.copy_(replicated.get("draws", head.draws))
         elif group.rank == 0:
             log.warning("the checkpoint's margin was %s, it is now %s", manifest["head"]["margin"], head.margin)
+        _restore_graph(head, row_tensors.get(rows.CLASS_GRAPH), replicated.get("graph_draw"))
     if optimizer is not None:
         optimizers.restore(named_optimizers, names, manifest["optimizers"], replicated, row_tensors)
     if manifest["topology"]["ranks"] == group.size:
@@ -271,6 +281,19 @@ def _restore(
     elif group.rank == 0:
         saved = manifest["topology"]["ranks"]
         log.info("saved by %d ranks, loaded on %d: random generators are left as they are", saved, group.size)
+
+
+def _restore_graph(head: ShardedClassifier, saved: Tensor | None, draw: Tensor | None) -> None:
+    """A class graph that is not there, or has another number of neighbours, is built in the next step."""
+    if head.class_graph is None or head.graph_draw is None:
+        return
+    if saved is None or draw is None:
+        head.graph_draw.fill_(-1)
+        if head.group.rank == 0:
+            log.info("the checkpoint has no class graph with %d neighbours: it is built", head.class_graph.shape[1])
+    else:
+        head.class_graph.copy_(saved)
+        head.graph_draw.copy_(draw)
 
 
 def _check_model(path: Path, saved: dict[str, Any] | None, mine: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ def describe(optimizers: Mapping[str, Optimizer], names: Mapping[Tensor, str]) -
             _check_state(_name(names, parameter, key), parameter, state, key)
     return {
         key: {
-            "type": type(optimizer).__name__,
+            "type": _kind(optimizer),
             "groups": [
                 {
                     "params": [_name(names, parameter, key) for parameter in group["params"]],
@@ -100,10 +100,10 @@ def check(optimizers: Mapping[str, Optimizer], names: Mapping[Tensor, str], desc
         saved = described[key]
         mine = [[_name(names, p, key) for p in group["params"]] for group in optimizer.param_groups]
         theirs = [group["params"] for group in saved["groups"]]
-        if type(optimizer).__name__ != saved["type"] or mine != theirs:
+        if _kind(optimizer) != saved["type"] or mine != theirs:
             raise ValueError(
                 f"{key}: the checkpoint holds {saved['type']} over {[len(group) for group in theirs]} parameters, "
-                f"expected here {type(optimizer).__name__} over {[len(group) for group in mine]}; "
+                f"expected here {_kind(optimizer)} over {[len(group) for group in mine]}; "
                 "build the same optimizer, or load without it"
             )
 
@@ -130,6 +130,12 @@ def restore(
                 }
             if state:
                 optimizer.state[parameter] = state
+
+
+def _kind(optimizer: Optimizer) -> str:
+    """What its state means."""
+    policy = getattr(optimizer, "policy", None)  # of a RowOptimizer
+    return type(optimizer if policy is None else policy).__name__
 
 
 def _near(value: Tensor, parameter: Tensor) -> Tensor:

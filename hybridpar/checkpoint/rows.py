@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from hybridpar.partition import Layout
 
 CLASS_IDS = "class_ids"
+CLASS_GRAPH = "class_graph"
 _BLOCK = 1 << 16
 
 
@@ -22,7 +23,12 @@ def shard_name(rank: int, size: int) -> str:
 
 
 def read_rows(
-    path: Path, shards: Sequence[str], layout: Layout, rank: int, like: dict[str, tuple[torch.Size, torch.dtype]]
+    path: Path,
+    shards: Sequence[str],
+    layout: Layout,
+    rank: int,
+    like: dict[str, tuple[torch.Size, torch.dtype]],
+    into: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """The rows that ``layout`` gives to ``rank``, from whichever shards hold them; nothing else is read.
 
@@ -30,6 +36,9 @@ def read_rows(
         path: the checkpoint directory.
         shards: file names.
         like: shape of a row and dtype, for each tensor wanted.
+        into: tensors by name, which are filled where they have that shape, as their own dtype demands, so that no
+            second one is needed; those on a device, or of another shape, are left alone. Nothing is written before it
+            is known that each class is there.
 
     Returns:
         A tensor [rows of the rank, ...] for each name in ``like``.
@@ -37,23 +46,36 @@ def read_rows(
     Raises:
         ValueError: classes of this rank are in no shard, or in two.
     """
-    found = {name: torch.empty((layout.rows(rank), *shape), dtype=dtype) for name, (shape, dtype) in like.items()}
+    places = _places(path, shards, layout, rank)
+    found = {}
+    for name, (shape, dtype) in like.items():
+        given = None if into is None else into.get(name)
+        fits = given is not None and given.is_cpu and given.shape == (layout.rows(rank), *shape)
+        found[name] = given if given is not None and fits else torch.empty((layout.rows(rank), *shape), dtype=dtype)
+    for shard, (theirs, mine) in places.items():
+        with safe_open(path / shard, framework="pt") as file:
+            for name, target in found.items():
+                source = file.get_slice(name)
+                for begin, end, chosen in _spans(theirs):
+                    target[mine[chosen]] = source[begin:end][theirs[chosen] - begin].to(target.dtype)
+    return found
+
+
+def _places(path: Path, shards: Sequence[str], layout: Layout, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Where this rank's rows are in each shard, and which they are."""
+    places = {}
     times = torch.zeros(layout.rows(rank), dtype=torch.int8)
     for shard in shards:
         with safe_open(path / shard, framework="pt") as file:
             ranks, rows = layout.locate(file.get_tensor(CLASS_IDS))
-            places = torch.nonzero(ranks == rank).flatten()
-            rows = rows[places]
-            times[rows] += 1
-            for name, target in found.items():
-                source = file.get_slice(name)
-                for begin, end, chosen in _spans(places):
-                    target[rows[chosen]] = source[begin:end][places[chosen] - begin].to(target.dtype)
+            theirs = torch.nonzero(ranks == rank).flatten()
+            places[shard] = theirs, rows[theirs]
+            times[rows[theirs]] += 1
     if bool((times != 1).any()):
         row = int(torch.nonzero(times != 1)[0])
         class_id = int(layout.class_ids(rank, torch.tensor([row])))
         raise ValueError(f"{path}: expected every class in one shard, got class {class_id} in {int(times[row])}")
-    return found
+    return places
 
 
 def _spans(places: Tensor) -> Iterator[tuple[int, int, slice]]:

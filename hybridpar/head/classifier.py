@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,14 +13,16 @@ from torch import Tensor, nn
 from hybridpar.comm.agreement import check_same_settings, raise_together, together
 from hybridpar.comm.group import Group
 from hybridpar.comm.worker import Worker
+from hybridpar.head.class_graph import build_graph, nearest_rows
+from hybridpar.head.coverage import Coverage, DrawnSoFar, coverage
 from hybridpar.head.exchange import BatchExchange, LocalBatch
-from hybridpar.head.initial import initial_rows_
 from hybridpar.head.margins import ArcFace, Margin
 from hybridpar.head.norms import RowNorms
 from hybridpar.head.retrieval import class_rows, top_classes
+from hybridpar.head.row_memory import RowMemory, row_memory
 from hybridpar.head.row_optimizers import RowOptimizer, RowPolicy
 from hybridpar.head.samplers import Sampler
-from hybridpar.head.softmax import Problem, ShardedSoftmax
+from hybridpar.head.softmax import GlobalBatch, Problem, ShardedSoftmax
 from hybridpar.head.validate import (
     check_features,
     check_finite,
@@ -27,7 +30,7 @@ from hybridpar.head.validate import (
     policies_error,
     settings_error,
 )
-from hybridpar.kernels import exact_dtype, unit_rows
+from hybridpar.kernels import draw_normal_rows, exact_dtype, unit_rows
 from hybridpar.partition import Layout, Rule, build_layout
 
 
@@ -44,8 +47,8 @@ class ShardedClassifier(nn.Module):
         num_classes: K, over all ranks; at least one for each rank.
         margin: a policy of ``hybridpar.head.margins``.
         rule: which rank holds which class: a registered name or a rule (see docs/partition.md).
-        sampler: which classes take part in a training step, beside those of the batch (``UniformSampler``); None for
-            all. In evaluation mode all do.
+        sampler: which classes take part in a training step, beside those of the batch (``UniformSampler``,
+            ``HardSampler``); None for all. In evaluation mode all do.
         optimizer: steps the rows in the backward pass (``RowSGD``, ``RowAdamW``, ``RowAdagrad``), so that the gradient
             of all rows never exists; None leaves ``weight.grad`` to an optimizer of torch.
         dtype: of the rows: float32, float64, bfloat16 or float16.
@@ -58,6 +61,9 @@ class ShardedClassifier(nn.Module):
         chunk_classes: rows worked on at a time; None chooses by cache size.
         logits_budget: bytes that products of features and rows may take from forward to backward on each rank. What
             does not fit is computed again.
+        state_dir: folder on a disk of this host; rows, and what ``optimizer`` remembers of them, then live in files
+            there that are mapped into memory, so that they may be larger than it. A copy of the head is in memory. The
+            files are no checkpoint: they end with the process.
         group: the ranks; ``hp.Group.alone()`` for this process alone.
         device: where the rows live.
 
@@ -66,17 +72,23 @@ class ShardedClassifier(nn.Module):
         bias: Parameter [rows of this rank], or None where the margin has none.
         margin_state: buffer, what the margin remembers from step to step; the same on every rank.
         draws: buffer, how often classes were drawn, on which the next draw depends; None without a sampler.
+        class_graph: buffer [rows of this rank, k], ids of the nearest classes of each row, the nearest first, -1 for
+            none; None without a sampler that needs it.
+        graph_draw: buffer, for which draw it was built, -1 before the first; or None.
         row_optimizer: the ``RowOptimizer`` that steps the rows, for schedulers and checkpoints; or None.
         layout: which class is where.
 
     Raises:
         ValueError: a setting is out of range, or the ranks were given different settings (on every rank).
+        OSError: there is no room in ``state_dir`` (on every rank).
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     margin_state: Tensor
     draws: Tensor | None
+    class_graph: Tensor | None
+    graph_draw: Tensor | None
 
     def __init__(
         self,
@@ -95,6 +107,7 @@ class ShardedClassifier(nn.Module):
         backbone_reduction: Literal["sum", "mean"] = "sum",
         chunk_classes: int | None = None,
         logits_budget: int = 128 << 20,
+        state_dir: str | os.PathLike[str] | None = None,
         group: Group,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -116,17 +129,18 @@ class ShardedClassifier(nn.Module):
         }  # fmt: skip
         check_same_settings(self.group, "ShardedClassifier", settings)
         self.layout = self._agreed_layout(rule)
-        self._add_parameters(dtype, seed, initial_std, torch.device(device), samples=sampler is not None)
+        memory = together(self.group, lambda: row_memory(state_dir, torch.device(device)))
+        self._add_parameters(dtype, seed, initial_std, memory)
+        self._add_draws(sampler)
         self._exchange = BatchExchange(self.group, self.margin.uses_norms)
         factor = float(self.group.size) if backbone_reduction == "mean" else 1.0
         lane = self.group.new_lane()
         norms = RowNorms()
-        self.row_optimizer = (
-            None if optimizer is None else RowOptimizer(optimizer, self.weight, self.bias, norms, self.group.rank)
-        )
+        self.row_optimizer = together(self.group, lambda: self._make_row_optimizer(optimizer, norms, memory))
+        memory.report(self.group.rank)
         self._problem = Problem(
             self.group, self.layout, self.margin, lane, Worker("hybridpar-head"), factor, chunk_classes, norms,
-            logits_budget, sampler, self.row_optimizer,
+            logits_budget, sampler, None if sampler is None else DrawnSoFar(len(self.weight)), self.row_optimizer,
         )  # fmt: skip
 
     def _agreed_layout(self, rule: str | Rule) -> Layout:
@@ -135,17 +149,28 @@ class ShardedClassifier(nn.Module):
         check_same_settings(self.group, "ShardedClassifier", {"rule": layout.describe()})
         return layout
 
-    def _add_parameters(
-        self, dtype: torch.dtype, seed: int, std: float, device: torch.device, *, samples: bool
-    ) -> None:
-        rank = self.group.rank
-        rows = torch.empty(self.layout.rows(rank), self.embedding_size, dtype=dtype)
-        initial_rows_(rows, self.layout.class_ids(rank), seed=seed, std=std)
+    def _make_row_optimizer(self, policy: RowPolicy | None, norms: RowNorms, memory: RowMemory) -> RowOptimizer | None:
+        if policy is None:
+            return None
+        return RowOptimizer(policy, self.weight, self.bias, norms, self.group.rank, memory)
+
+    def _add_parameters(self, dtype: torch.dtype, seed: int, std: float, memory: RowMemory) -> None:
+        rank, device = self.group.rank, memory.device
+        shape = self.layout.rows(rank), self.embedding_size
+        on_cpu = device.type == "cpu"
+        rows = together(self.group, lambda: memory.zeros(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype))
+        draw_normal_rows(rows, self.layout.class_ids(rank), seed=seed, std=std)
         self.weight = nn.Parameter(rows.to(device))
         self.bias = nn.Parameter(torch.zeros(len(rows), dtype=dtype, device=device)) if self.margin.has_bias else None
         state = torch.tensor(self.margin.initial_state(), dtype=exact_dtype(dtype), device=device)
         self.register_buffer("margin_state", state)
-        self.register_buffer("draws", torch.zeros((), dtype=torch.int64) if samples else None)
+
+    def _add_draws(self, sampler: Sampler | None) -> None:
+        policy = None if sampler is None else sampler.graph
+        graph = None if policy is None else policy.empty(len(self.weight), self.num_classes).to(self.weight.device)
+        self.register_buffer("draws", None if sampler is None else torch.zeros((), dtype=torch.int64))
+        self.register_buffer("class_graph", graph)
+        self.register_buffer("graph_draw", None if graph is None else torch.tensor(-1))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Parameters know their group, also those that load_state_dict(assign=True) or the user puts in."""
@@ -209,13 +234,38 @@ class ShardedClassifier(nn.Module):
             CommunicationError: a rank did not take part.
         """
         batch = self._exchange(self._local_batch(features, labels))
-        if self.draws is not None and batch.training:
-            batch = replace(batch, draw=int(self.draws))
-            self.draws += 1
+        if batch.training:
+            batch = self._with_draw(batch)
         loss: Tensor = ShardedSoftmax.apply(  # type: ignore[no-untyped-call]
             features, self.weight, self.bias, self.margin_state, batch, self._problem
         )
         return loss
+
+    def _with_draw(self, batch: GlobalBatch) -> GlobalBatch:
+        """What the draw of this step depends on. Collective."""
+        sampler, near = self._problem.sampler, None
+        if sampler is None or self.draws is None:
+            return batch
+        if sampler.graph is not None:
+            assert self.class_graph is not None and self.graph_draw is not None
+            if batch.graph_due:
+                self.settle()
+                self.graph_draw.fill_(-1)
+                build_graph(self.group, self.layout, self.weight, self.class_graph, sampler.graph)
+                self.graph_draw.copy_(self.draws)
+            near = nearest_rows(self.group, self.layout, self.class_graph, batch.labels_B)
+        batch = replace(batch, draw=int(self.draws), near=near)
+        self.draws += 1
+        return batch
+
+    def _graph_due(self) -> bool:
+        """Whether a step in training mode needs another class graph."""
+        sampler = self._problem.sampler
+        if sampler is None or sampler.graph is None:
+            return False
+        assert self.draws is not None and self.graph_draw is not None
+        built = int(self.graph_draw)
+        return built < 0 or not 0 <= int(self.draws) - built < sampler.graph.every
 
     def _local_batch(self, features: Tensor, labels: Tensor) -> LocalBatch:
         """What this rank tells the others. Errors are told, not raised: otherwise the others would wait for it."""
@@ -233,7 +283,8 @@ class ShardedClassifier(nn.Module):
             norms = unit_rows(features.detach().to(self.margin_state.dtype))[1]
         labels = torch.where(labels == self.ignore_index, -1, labels)
         wants_gradient = torch.is_grad_enabled() and features.requires_grad
-        return LocalBatch(labels, norms, wants_gradient, self.training, self._product_dtype(), error)
+        graph_due = self.training and self._graph_due()
+        return LocalBatch(labels, norms, wants_gradient, self.training, graph_due, self._product_dtype(), error)
 
     def _product_dtype(self) -> torch.dtype:
         if self.compute_dtype is not None:
@@ -270,6 +321,19 @@ class ShardedClassifier(nn.Module):
         check_same_settings(self.group, "predict", {"k": k, "dtype of products": str(dtype)})
         self.settle()
         return top_classes(self._problem, features, self.weight, self.bias, dtype, k)
+
+    def coverage(self) -> Coverage:
+        """Which part of the classes took part in training steps since the head was built, and how often. Collective.
+
+        Counting costs 4 bytes a class and, in a step, one pass over what is drawn. It starts anew when a run goes on
+        from a checkpoint.
+
+        Raises:
+            ValueError: the head has no sampler, so that all classes take part in every step.
+        """
+        if self._problem.drawn_so_far is None:
+            raise ValueError("coverage: expected a head with a sampler, got one in which all classes always take part")
+        return coverage(self.group, self._problem.drawn_so_far)
 
     @torch.no_grad()
     def class_centers(self, ids: Tensor) -> Tensor:

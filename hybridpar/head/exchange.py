@@ -17,7 +17,7 @@ from hybridpar.comm.agreement import raise_together
 from hybridpar.comm.group import Group
 from hybridpar.head.softmax import GlobalBatch
 
-_HEADER = 5  # samples, has an error, wants a gradient, is training, dtype of products
+_HEADER = 6  # samples, has an error, wants a gradient, is training, class graph is due, dtype of products
 
 # Their places in this tuple stand for them in the header.
 PRODUCT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -31,6 +31,7 @@ class LocalBatch(NamedTuple):
         norms_b: feature norms [b] where the margin uses them.
         wants_gradient: whether its features need a gradient.
         training: whether its head is in training mode.
+        graph_due: whether its class graph is to be built anew.
         dtype: of its matrix products.
         error: what keeps it from going on; its labels are then empty.
     """
@@ -39,6 +40,7 @@ class LocalBatch(NamedTuple):
     norms_b: Tensor | None
     wants_gradient: bool
     training: bool
+    graph_due: bool
     dtype: torch.dtype
     error: Exception | None
 
@@ -61,12 +63,13 @@ class BatchExchange:
         labels_b, norms_b = local.labels_b, local.norms_b
         columns = [labels_b] if norms_b is None else [labels_b, norms_b.double().view(torch.int64)]
         payload = torch.stack(columns).flatten()
-        values = len(labels_b), local.error is not None, local.wants_gradient, local.training
+        values = len(labels_b), local.error is not None, local.wants_gradient, local.training, local.graph_due
         header = torch.tensor([*values, PRODUCT_DTYPES.index(local.dtype)], device=labels_b.device)
         room = self._columns * self._sizes[self._group.rank]
         known = payload if len(payload) == room else payload.new_zeros(room)
         messages = self._gather(torch.cat([header, known]), [_HEADER + self._columns * size for size in self._sizes])
-        sizes, failed, wants, training, dtypes = torch.stack([message[:_HEADER] for message in messages]).T.tolist()
+        headers = torch.stack([message[:_HEADER] for message in messages])
+        sizes, failed, wants, training, due, dtypes = headers.T.tolist()
         if any(failed):
             raise_together(self._group, local.error)
         _check_agreed(training, [PRODUCT_DTYPES[code] for code in dtypes])
@@ -76,7 +79,7 @@ class BatchExchange:
             payloads = self._gather(payload, [self._columns * size for size in sizes])
         everyone = torch.cat([part.view(self._columns, -1) for part in payloads], dim=1)
         norms_B = None if norms_b is None else everyone[1].contiguous().view(torch.float64).to(norms_b.dtype)
-        return GlobalBatch(sizes, everyone[0], norms_B, any(wants), local.training, local.dtype)
+        return GlobalBatch(sizes, everyone[0], norms_B, any(wants), local.training, local.dtype, any(due))
 
     def _gather(self, message: Tensor, sizes: list[int]) -> list[Tensor]:
         return list(self._group.all_gather(message, sizes).split(sizes))

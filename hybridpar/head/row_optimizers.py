@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from hybridpar import kernels
 from hybridpar.head.missed_steps import MissedSteps
 from hybridpar.head.norms import RowNorms
+from hybridpar.head.row_memory import RowMemory
 from hybridpar.kernels import Gradient, Rounding, Rows
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -82,8 +83,11 @@ class RowPolicy(ABC):
                 raise ValueError(f"{self._name}.{name}: expected a finite number >= 0, got {group[name]}")
 
     @abstractmethod
-    def states(self, rows: Tensor) -> dict[str, Tensor]:
-        """What is remembered of ``rows`` [n, D], before the first step."""
+    def states(self, rows: Tensor, memory: RowMemory) -> dict[str, Tensor]:
+        """What is remembered of ``rows`` [n, D], before the first step. What is as large as they are is ``memory``'s.
+
+        Raises OSError where there is no room.
+        """
 
     @abstractmethod
     def step(
@@ -95,10 +99,10 @@ class RowPolicy(ABC):
         """a, b, c and d of a step without a gradient. Raises ValueError where it is not linear."""
         raise ValueError(f"{self._name}.lazy_decay: expected RowSGD or RowAdamW, whose decay is linear")
 
-    def _moments(self, rows: Tensor) -> Tensor:
+    def _moments(self, rows: Tensor, memory: RowMemory) -> Tensor:
         wide = kernels.exact_dtype(rows.dtype)
         narrow = self.state_dtype if wide == torch.float32 and self.state_dtype is not None else wide
-        return torch.zeros_like(rows, dtype=narrow, memory_format=torch.contiguous_format)
+        return memory.zeros(tuple(rows.shape), narrow)
 
 
 def _check_share(name: str, value: float) -> None:
@@ -138,8 +142,8 @@ class RowSGD(RowPolicy):
             return 1 - rate * (decay + momentum * moved[0]), -rate * momentum * moved[1], *moved
         return 1 - rate * moved[0], -rate * moved[1], *moved
 
-    def states(self, rows: Tensor) -> dict[str, Tensor]:
-        return {"momentum_buffer": self._moments(rows)} if self.momentum else {}
+    def states(self, rows: Tensor, memory: RowMemory) -> dict[str, Tensor]:
+        return {"momentum_buffer": self._moments(rows, memory)} if self.momentum else {}
 
     def step(
         self, rows: Rows, gradient: Gradient, states: dict[str, Tensor], group: dict[str, Any], rounding: Rounding
@@ -175,9 +179,9 @@ class RowAdamW(RowPolicy):
         """Moments stay: bias correction counts a row's own steps."""
         return 1 - group["lr"] * group["weight_decay"], 0.0, 0.0, 1.0
 
-    def states(self, rows: Tensor) -> dict[str, Tensor]:
+    def states(self, rows: Tensor, memory: RowMemory) -> dict[str, Tensor]:
         steps = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-        return {"exp_avg": self._moments(rows), "exp_avg_sq": self._moments(rows), "steps": steps}
+        return {"exp_avg": self._moments(rows, memory), "exp_avg_sq": self._moments(rows, memory), "steps": steps}
 
     def step(
         self, rows: Rows, gradient: Gradient, states: dict[str, Tensor], group: dict[str, Any], rounding: Rounding
@@ -210,7 +214,7 @@ class RowAdagrad(RowPolicy):
                 f"{group['eps']} and {self.initial_accumulator_value}"
             )
 
-    def states(self, rows: Tensor) -> dict[str, Tensor]:
+    def states(self, rows: Tensor, memory: RowMemory) -> dict[str, Tensor]:
         exact = kernels.exact_dtype(rows.dtype)
         return {"sums": torch.full((len(rows),), self.initial_accumulator_value, dtype=exact, device=rows.device)}
 
@@ -233,17 +237,28 @@ class RowOptimizer(torch.optim.Optimizer):
         weight, bias: parameters [n, D] and [n] or None.
         norms: of the rows; kept up to date.
         rank: of the head, for what is random.
+        memory: where moments live; None for that of the parameters.
+
+    Raises:
+        OSError: there is no room for them.
     """
 
     def __init__(
-        self, policy: RowPolicy, weight: nn.Parameter, bias: nn.Parameter | None, norms: RowNorms | None, rank: int
+        self,
+        policy: RowPolicy,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        norms: RowNorms | None,
+        rank: int,
+        memory: RowMemory | None = None,
     ) -> None:
         self.policy = policy
         self._norms, self._rank = norms, rank
         parameters = [weight] if bias is None else [weight, bias]
         super().__init__(parameters, policy.hyperparameters() | {"steps": 0})
+        memory = RowMemory(weight.device) if memory is None else memory
         for parameter in parameters:
-            self.state[parameter] = dict(policy.states(_as_rows(parameter)))
+            self.state[parameter] = dict(policy.states(_as_rows(parameter), memory))
         self._missed = MissedSteps(len(weight)) if policy.lazy_decay else None
         self._took_part: list[Tensor] = []
 

@@ -39,6 +39,7 @@ from hybridpar.head.chunks import (
     pass_a,
     pass_b,
 )
+from hybridpar.head.coverage import DrawnSoFar
 from hybridpar.head.margins import Margin
 from hybridpar.head.norms import RowNorms
 from hybridpar.head.row_optimizers import RowOptimizer
@@ -56,6 +57,7 @@ class Problem:
         norms: of the rows.
         kept_bytes: how much memory products may take from the forward pass to the backward pass.
         sampler: which rows take part in training; None for all.
+        drawn_so_far: counts what the sampler draws; None where it is.
         optimizer: steps the rows in the backward pass; None where autograd is to have their gradients.
     """
 
@@ -69,6 +71,7 @@ class Problem:
     norms: RowNorms
     kept_bytes: int
     sampler: Sampler | None
+    drawn_so_far: DrawnSoFar | None
     optimizer: RowOptimizer | None
 
 
@@ -83,7 +86,9 @@ class GlobalBatch:
         wants_gradient: whether any rank's features need a gradient.
         training: whether the margin's state moves on.
         compute_dtype: of the matrix products.
+        graph_due: whether the class graph is to be built anew, on any rank.
         draw: how many draws of classes there were before this one.
+        near: rows of this rank that the class graph names; see ``Sampler.draw``.
     """
 
     sizes: list[int]
@@ -92,7 +97,9 @@ class GlobalBatch:
     wants_gradient: bool
     training: bool
     compute_dtype: torch.dtype
+    graph_due: bool = False
     draw: int = 0
+    near: Tensor | None = None
 
 
 class ShardedSoftmax(torch.autograd.Function):
@@ -176,7 +183,10 @@ def _draw(problem: Problem, owned: Owned, rows: int, batch: GlobalBatch) -> Draw
         return None
     positives = torch.unique(owned.host_places)
     rank = problem.group.rank
-    return problem.sampler.draw(positives, rows, problem.layout.num_classes, batch.draw, rank)
+    drawn = problem.sampler.draw(positives, rows, problem.layout.num_classes, batch.draw, rank, batch.near)
+    if problem.drawn_so_far is not None:
+        problem.drawn_so_far.add(positives, drawn.rows)
+    return drawn
 
 
 def _targets_needed_first(problem: Problem, owned: Owned, own_cosines: Tensor, batch: GlobalBatch) -> Tensor:

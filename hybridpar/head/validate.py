@@ -53,6 +53,8 @@ def policies_error(margin: Margin, sampler: object, optimizer: object) -> Except
             f"optimizer: expected a RowPolicy, as hp.RowSGD(0.1), or None, got {type(optimizer).__name__}; an "
             "optimizer of torch takes head.parameters() instead"
         )
+    if sampler is not None and sampler.graph is not None and (missing := sampler.graph.unavailable()) is not None:
+        return missing
     if sampler is not None and not margin.scale > 0:
         return ValueError(f"sampler: expected a margin whose scale is above 0, got {margin}")
     return None

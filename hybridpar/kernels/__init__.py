@@ -10,6 +10,7 @@ except ImportError as error:
         f"({error}); build it with `make venv`, or `pip install -e .` in the source folder (needs a C++17 compiler)"
     ) from error
 
+from hybridpar.kernels.initial import draw_normal_rows
 from hybridpar.kernels.packing import pack, unpack
 from hybridpar.kernels.rows import (
     advance_rows,
@@ -36,6 +37,7 @@ __all__ = [
     "Sgd",
     "add_exponentials",
     "advance_rows",
+    "draw_normal_rows",
     "draw_with",
     "exact_dtype",
     "load_rows",

@@ -208,5 +208,10 @@ def step_adagrad(
     rows: Rows, gradient: Gradient, sums: int, policy: Adagrad, rounding: Rounding, threads: int
 ) -> None: ...
 def advance_rows(rows: Rows, momentum: State, matrices: int, rounding: Rounding, threads: int) -> None: ...
+def draw_normal_rows(
+    classes: int, count: int, width: int, seed: int, deviation: float, dtype: int, rows: int, threads: int
+) -> None:
+    """Initial ``rows`` of ``classes`` (csrc/initial.h)."""
+
 def draw_with(kept: int, kept_count: int, size: int, count: int, seed: int, result: int) -> None:
     """``count`` numbers below ``size`` beside those kept, all ascending, in ``result`` (csrc/sample.h)."""

@@ -52,6 +52,8 @@ class DataConfig:
     """Identities of synthetic data."""
     images_per_identity: int = 20
     """Images of each synthetic identity."""
+    shown: int = 0
+    """Of synthetic identities only so many, evenly spread, have images, so that a short run sees them again; 0: all."""
     flip: bool = False
     """Average an image with its mirror image when verifying: for faces, not for characters."""
     augment: AugmentPolicy = field(default_factory=AugmentPolicy)
@@ -97,6 +99,63 @@ class HeadConfig:
     """Which rank holds which class: even, striped, or a rule that a plugin registers."""
     initial_std: float = 0.01
     """Standard deviation of the initial rows."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the rows."""
+    optimizer: Literal["shared", "sgd", "adamw", "adagrad"] = "shared"
+    """shared: rows are stepped with the backbone's weights; sgd, adamw or adagrad: in the backward pass, each as soon
+    as its gradient is known, so that there is no gradient of all rows. Learning rate, momentum and decay are the
+    backbone's."""
+    state: Literal["float32", "bfloat16"] = "float32"
+    """What such an optimizer remembers of the rows."""
+    sample_rate: float = 1.0
+    """Below 1: in a step only this share of each rank's classes takes part, those of the batch always."""
+    hard_share: float = 0.0
+    """Above 0: this share of a sample's negatives are the nearest classes of those in the batch, from a class graph."""
+    graph_every: int = 1000
+    """Steps between class graphs."""
+    graph_search: Literal["exact", "faiss"] = "exact"
+    """How a class graph is built: exact takes time of the square of the classes; faiss (an extra) is approximate."""
+    state_dir: Path | None = None
+    """Folder on a disk: rows and what their optimizer remembers live in files there, and may be larger than memory."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sample_rate <= 1:
+            raise ValueError(f"head.sample_rate: expected a share in (0, 1], got {self.sample_rate}")
+        if not 0 <= self.hard_share <= (self.sample_rate < 1):
+            raise ValueError(
+                f"head.hard_share: expected a share in [0, 1], and 0 where all classes take part, got "
+                f"{self.hard_share} with head.sample_rate {self.sample_rate}"
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of the rows."""
+        return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+
+    def build_sampler(self, seed: int) -> hp.Sampler | None:
+        """None where all classes take part."""
+        if self.sample_rate == 1:
+            return None
+        if self.hard_share == 0:
+            return hp.UniformSampler(rate=self.sample_rate, seed=seed)
+        return hp.HardSampler(
+            rate=self.sample_rate, uniform=1 - self.hard_share, every=self.graph_every, search=self.graph_search,
+            seed=seed,
+        )  # fmt: skip
+
+    def build_policy(self, optimizer: OptimizerConfig, seed: int) -> hp.RowPolicy | None:
+        """How rows are stepped in the backward pass; None where they are not."""
+        common: dict[str, Any] = {"lr": optimizer.learning_rate, "weight_decay": optimizer.weight_decay, "seed": seed}
+        if self.state == "bfloat16":
+            common["state_dtype"] = torch.bfloat16
+        match self.optimizer:
+            case "sgd":
+                return hp.RowSGD(momentum=optimizer.momentum, **common)
+            case "adamw":
+                return hp.RowAdamW(**common)
+            case "adagrad":
+                return hp.RowAdagrad(**common)
+        return None
 
     def build_margin(self) -> hp.Margin:
         """Raises ValueError for an option that the margin does not have."""
@@ -235,6 +294,21 @@ class TrainConfig:
         self.gradients.plan()
         if not 0 <= self.optimizer.warmup < 1:
             raise ValueError(f"optimizer.warmup: expected a share in [0, 1), got {self.optimizer.warmup}")
+        if self.head.optimizer != "shared":
+            self._check_own_optimizer()
+
+    def _check_own_optimizer(self) -> None:
+        """Of the head, whose rows step in each backward pass."""
+        wrong = {
+            "--mode hybrid": self.mode != "hybrid",
+            "--accumulate 1": self.accumulate != 1,
+            "--optimizer.clip 0": self.optimizer.clip != 0,
+        }
+        if needed := [option for option, bad in wrong.items() if bad]:
+            raise ValueError(
+                f"head.optimizer {self.head.optimizer}: expected {', '.join(needed)} with it, because "
+                "rows step in every backward pass; or give --head.optimizer shared"
+            )
 
 
 def glyph_options(config: TrainConfig) -> dict[str, Any]:
@@ -308,6 +382,17 @@ _SYNTHETIC = TrainConfig(
     steps=200,
 )
 
+# 20.5 GB of rows and momentum over all ranks. Their export would be as large as the rows once more.
+_TEN_MILLION = TrainConfig(
+    data=DataConfig(kind="synthetic", image_size=32, channels=1, identities=10_000_000, shown=2000),
+    model=ModelConfig(name="convnet", embedding_size=512),
+    head=replace(_SMALL_HEAD, dtype="bfloat16", optimizer="sgd", state="bfloat16", sample_rate=0.1),
+    optimizer=OptimizerConfig(learning_rate=0.2),
+    run=RunConfig(out=Path("runs/ten-million"), checkpoint_every=1000, evaluate_every=1000, keep=1, export=False),
+    batch=64,
+    steps=200,
+)
+
 PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "glyphs": (
         "Characters in the fonts that matplotlib ships: nothing to download, minutes on two CPU cores.",
@@ -318,4 +403,8 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "records": ("An InsightFace record set (--data.path), 112 x 112 faces, IResNet-50.", _RECORDS),
     "folders": ("One folder of images per identity (--data.path), 112 x 112 faces, IResNet-50.", _FOLDERS),
     "synthetic": ("Any number of identities, images made from the id: for measuring.", _SYNTHETIC),
+    "ten-million": (
+        "Ten million synthetic identities on one machine of 24 GiB: bfloat16 rows, a tenth of them in each step.",
+        _TEN_MILLION,
+    ),
 }

@@ -65,7 +65,11 @@ def _open_training_set(config: TrainConfig) -> tuple[IdentityDataset, list[Verif
         return glyphs, [pairs]
     if data.kind == "synthetic":
         count, images = data.identities, data.images_per_identity
-        return SyntheticDataset(count, images_per_identity=images, image_shape=shape, seed=config.seed), []
+        shown = data.shown or None
+        synthetic = SyntheticDataset(
+            count, images_per_identity=images, image_shape=shape, seed=config.seed, shown=shown
+        )
+        return synthetic, []
     path = data.path
     if path is None:
         raise ValueError(f"data of kind {data.kind} lie somewhere: expected --data.path, got none")

@@ -42,7 +42,8 @@ class Learner(ABC):
         """One optimizer step: forward and backward for each of ``config.accumulate`` micro-batches, then the update.
 
         Raises:
-            hp.NonFiniteError: on every rank, and nothing has changed.
+            hp.NonFiniteError: on every rank, and nothing has changed; but a head's own optimizer has stepped its rows
+                where the loss was finite and only gradients of the backbone were not.
         """
 
     @abstractmethod
@@ -75,7 +76,7 @@ BuildLearner: TypeAlias = Callable[[TrainConfig, int, hp.Group, Timelines], Lear
 
 
 class TorchLearner(Learner):
-    """Everything in PyTorch, one optimizer over backbone and head.
+    """Everything in PyTorch: one optimizer over backbone and head, or one of the head's own beside that.
 
     Args:
         config: of the run.
@@ -92,10 +93,14 @@ class TorchLearner(Learner):
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.recognizer = build_recognizer(config, num_classes, group, self._device, timeline)
         self.optimizer = build_optimizer(config.optimizer, [p for _, p in self.recognizer.named_parameters()])
+        self.optimizers: dict[str, torch.optim.Optimizer] = {"optimizer": self.optimizer}
+        if self.recognizer.head.row_optimizer is not None:
+            self.optimizers["rows"] = self.recognizer.head.row_optimizer
 
     def step(self, micro_batches: Iterable[Batch], learning_rate: float) -> StepResult:
-        for parameters in self.optimizer.param_groups:
-            parameters["lr"] = learning_rate
+        for optimizer in self.optimizers.values():
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = learning_rate
         self.optimizer.zero_grad()
         clip = self._config.optimizer.clip or math.inf
         with self.recognizer.buffers_kept_on_error():
@@ -134,19 +139,21 @@ class TorchLearner(Learner):
             step=step,
             model=self.recognizer.backbone,
             head=self.recognizer.head,
-            optimizer=self.optimizer,
+            optimizer=self.optimizers,
             extra=extra,
             keep=keep,
             group=self._group,
         )
 
     def load(self, directory: Path) -> hp.checkpoint.Checkpoint:
-        with options_kept(self.optimizer):
+        with contextlib.ExitStack() as kept:
+            for optimizer in self.optimizers.values():
+                kept.enter_context(options_kept(optimizer))
             return hp.checkpoint.load(
                 directory,
                 model=self.recognizer.backbone,
                 head=self.recognizer.head,
-                optimizer=self.optimizer,
+                optimizer=self.optimizers,
                 group=self._group,
             )
 
@@ -162,8 +169,12 @@ def build_optimizer(config: OptimizerConfig, parameters: list[torch.nn.Parameter
 
 @contextlib.contextmanager
 def options_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Loading a checkpoint inside does not change the optimizer's options, such as its weight decay."""
-    options = [{k: v for k, v in each.items() if k != "params"} for each in optimizer.param_groups]
+    """Loading a checkpoint inside does not change the optimizer's options, such as its weight decay.
+
+    How many steps the optimizer of rows has made is no option.
+    """
+    no_options = ("params", "steps")
+    options = [{k: v for k, v in each.items() if k not in no_options} for each in optimizer.param_groups]
     yield
     for each, mine in zip(optimizer.param_groups, options, strict=True):
         each.update(mine)

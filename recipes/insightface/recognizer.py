@@ -44,9 +44,10 @@ class Recognizer(ABC):
         self._replicated.broadcast_buffers()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All that is trained on this rank."""
+        """All that is trained on this rank, but rows that the head's own optimizer steps."""
         yield from ((f"backbone.{name}", parameter) for name, parameter in self.backbone.named_parameters())
-        yield from ((f"head.{name}", parameter) for name, parameter in self.head.named_parameters())
+        if self.head.row_optimizer is None:
+            yield from ((f"head.{name}", parameter) for name, parameter in self.head.named_parameters())
 
 
 class HybridRecognizer(Recognizer):
@@ -108,13 +109,18 @@ def build_recognizer(
 
 def build_head(config: TrainConfig, num_classes: int, group: hp.Group, device: torch.device) -> hp.ShardedClassifier:
     """The head as configured, cut over ``group``."""
+    options = config.head
     return hp.ShardedClassifier(
         config.model.embedding_size,
         num_classes,
-        margin=config.head.build_margin(),
-        rule=config.head.rule,
+        margin=options.build_margin(),
+        rule=options.rule,
+        sampler=options.build_sampler(config.seed),
+        optimizer=options.build_policy(config.optimizer, config.seed),
+        dtype=options.torch_dtype,
         seed=config.seed,
-        initial_std=config.head.initial_std,
+        initial_std=options.initial_std,
+        state_dir=options.state_dir,
         group=group,
         device=device,
     )

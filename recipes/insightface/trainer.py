@@ -134,7 +134,7 @@ class Trainer:
                 paused = time.perf_counter()
                 stop = self._anyone_asked_to_stop()
                 if self.step % run.checkpoint_every == 0 or last or stop:
-                    progress.note(f"step {self.step}: checkpoint {self.save()}")
+                    progress.note(f"step {self.step}: checkpoint {self._save_and_measure()}")
                 if stop and not last:
                     return False
                 if self.step % run.evaluate_every == 0 or last:
@@ -192,6 +192,13 @@ class Trainer:
         self.learner.share_buffers()
         run = self.config.run
         return self.learner.save(self.checkpoints, step=self.step, extra=self._description(), keep=run.keep)
+
+    def _save_and_measure(self) -> str:
+        """Write a checkpoint; where, how large and in what time, as text."""
+        began = time.perf_counter()
+        path = self.save()
+        megabytes = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+        return f"{path} ({megabytes:,.0f} MB in {time.perf_counter() - began:.1f} s)"
 
     def _description(self) -> dict[str, Any]:
         """What resuming, evaluating and exporting need to know."""

@@ -63,6 +63,28 @@ def test_every_rank_gets_its_rows_from_shards_in_any_order(
             for name, expected in _dense(classes).items():
                 assert torch.equal(found[name], expected[layout.class_ids(rank)])
                 assert found[name].dtype == expected.dtype
+            given = {
+                name: torch.full_like(value, 7, dtype=torch.float64 if name == "weight" else None)
+                for name, value in found.items()
+            }
+            filled = rows.read_rows(path, names, layout, rank, LIKE, given)
+            for name, value in found.items():
+                assert filled[name] is given[name] and torch.equal(given[name], value.to(given[name].dtype))
+
+
+def test_tensors_of_another_shape_are_left_alone_and_nothing_is_written_where_a_class_is_missing(
+    tmp_path: Path,
+) -> None:
+    name = next(iter(LIKE))
+    names = _write(tmp_path, [torch.tensor([0, 1, 2]), torch.tensor([3, 4])], 6)
+    other = {name: torch.full((5, 1), 7.0)}
+    layout = build_layout("even", 5, 1)
+    assert rows.read_rows(tmp_path, names, layout, 0, {name: LIKE[name]}, other)[name] is not other[name]
+    assert bool((other[name] == 7).all())
+    given = {name: torch.full((6, *LIKE[name][0]), 7.0)}
+    with pytest.raises(ValueError, match="got class 5 in 0"):
+        rows.read_rows(tmp_path, names, build_layout("even", 6, 1), 0, LIKE, given)
+    assert bool((given[name] == 7).all())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ SMALL = [
     "synthetic", "--data.identities", "50", "--data.images-per-identity", "8", "--data.image-size", "16",
     "--model.options", "width", "0.25", "--model.embedding-size", "16", "--model.sync-batch-norm",
     "--head.margin-options", "scale", "16", "margin", "0.2", "--batch", "30",
-    "--optimizer.learning-rate", "0.02", "--run.log-every", "1", "--run.no-tensorboard", "--run.no-export",
+    "--optimizer.learning-rate", "0.01", "--run.log-every", "1", "--run.no-tensorboard", "--run.no-export",
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from tests.recipes.launch import losses, run, start, wait_for_step, workers
 
 STEPS = 40
 # Float32 rounding, amplified by the steps that follow it.
-TOLERANCE = 2e-5
+TOLERANCE = 1e-5
 
 RULE = '''
 import numpy as np
@@ -93,3 +93,23 @@ def test_sigterm_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path: Path) 
     resumed = run(2, tmp_path, "--steps", str(stopped_at + 2))
     assert f"step {stopped_at}" in resumed
     assert sorted(losses(tmp_path)) == list(range(1, stopped_at + 3))
+
+
+def test_a_head_with_samples_files_and_an_optimizer_of_its_own_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path,
+) -> None:
+    own = (
+        "--steps", str(STEPS), "--run.checkpoint-every", "10", "--head.optimizer", "sgd", "--head.sample-rate", "0.5",
+        "--head.hard-share", "0.5", "--head.graph-every", "15", "--head.dtype", "bfloat16", "--head.state", "bfloat16",
+        "--head.state-dir", str(tmp_path / "files"),
+    )  # fmt: skip
+    run(2, tmp_path / "whole", *own)
+    whole = losses(tmp_path / "whole")
+    assert whole[STEPS] < 0.8 * whole[1], "nothing was learned"
+    process = start(2, tmp_path / "killed", *own)
+    wait_for_step(tmp_path / "killed", 24, process)
+    os.kill(workers(process)[0], signal.SIGKILL)
+    process.communicate(timeout=100)
+    assert "resumed from" in run(2, tmp_path / "killed", *own)
+    assert losses(tmp_path / "killed") == whole
+    assert not list((tmp_path / "files").iterdir())

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -15,7 +16,15 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.insightface import evaluate, train, trainer
-from recipes.insightface.config import PRESETS, DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from recipes.insightface.config import (
+    PRESETS,
+    DataConfig,
+    HeadConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
 from recipes.insightface.data import write_bin
 from recipes.insightface.data.decode import encode_png
 from recipes.insightface.trained import load_backbone
@@ -168,6 +177,27 @@ def test_unknown_names_and_impossible_batches_are_refused(tmp_path: Path) -> Non
         _config(tmp_path, batch=8, accumulate=3)
     with pytest.raises(ValueError, match="at least 2 samples a rank and pass"):
         train.main(_config(tmp_path, batch=8, accumulate=8))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate": 2}, "head.optimizer sgd: expected --accumulate 1 with it, because rows step in every backward"),
+        (
+            {"mode": "data", "optimizer": OptimizerConfig(clip=1.0)},
+            "head.optimizer sgd: expected --mode hybrid, --optimizer.clip 0 with it",
+        ),
+    ],
+)
+def test_what_a_head_with_an_optimizer_of_its_own_cannot_do_is_refused(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _config(tmp_path, head=HeadConfig(optimizer="sgd"), **options)
+    with pytest.raises(ValueError, match=r"head.sample_rate: expected a share in \(0, 1\], got 0"):
+        HeadConfig(sample_rate=0)
+    with pytest.raises(ValueError, match=r"head.hard_share: expected a share in \[0, 1\], and 0 where all classes"):
+        HeadConfig(hard_share=0.5)
 
 
 def test_steps_with_non_finite_features_are_skipped_and_ten_in_a_row_end_the_run(

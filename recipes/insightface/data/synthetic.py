@@ -18,9 +18,9 @@ _IDENTITY_STREAM, _IMAGE_STREAM, _TABLE_STREAM = 1, 2, 3
 class SyntheticDataset(IdentityDataset):
     """A smooth random pattern per identity, with a deviation and noise of its own per image.
 
-    Image i shows identity i // images_per_identity. The pattern is a sum of 6 x 6 cosine waves per channel whose
-    coefficients are hashes of (seed, identity); an image adds `variation` times as strong coefficients hashed from its
-    own number, and noise.
+    Image i shows identity i // images_per_identity of those that are shown. The pattern is a sum of 6 x 6 cosine waves
+    per channel whose coefficients are hashes of (seed, identity); an image adds `variation` times as strong
+    coefficients hashed from its own number, and noise.
 
     Args:
         num_classes: identities, 1 .. 2**62 / images_per_identity.
@@ -29,6 +29,7 @@ class SyntheticDataset(IdentityDataset):
         variation: strength of an image's own pattern relative to that of its identity.
         noise: standard deviation of the pixel noise, in gray levels of 255.
         seed: of all patterns; must be the same on all ranks.
+        shown: how many of the identities have images, evenly spread; None: all.
 
     Raises:
         ValueError: arguments outside these ranges.
@@ -43,6 +44,7 @@ class SyntheticDataset(IdentityDataset):
         variation: float = 0.5,
         noise: float = 16.0,
         seed: int = 0,
+        shown: int | None = None,
     ) -> None:
         if num_classes < 1 or images_per_identity < 1 or num_classes * images_per_identity > 2**62:
             raise ValueError(
@@ -51,8 +53,10 @@ class SyntheticDataset(IdentityDataset):
             )
         if not (0 <= variation <= 1 and 0 <= noise <= 128):
             raise ValueError(f"expected variation in [0, 1] and noise in [0, 128], got {variation} and {noise}")
+        if shown is not None and not 1 <= shown <= num_classes:
+            raise ValueError(f"expected 1 to {num_classes} identities that are shown, got {shown}")
         channels, height, width = check_image_shape(image_shape)
-        self.num_classes = num_classes
+        self.num_classes, self._shown = num_classes, num_classes if shown is None else shown
         self.images_per_identity = images_per_identity
         self.image_shape = (channels, height, width)
         self._seed = seed
@@ -64,14 +68,20 @@ class SyntheticDataset(IdentityDataset):
         self._noise_table = np.resize(bell(words) * np.float32(noise), (1 << 16) + channels * height * width)
 
     def __len__(self) -> int:
-        return self.num_classes * self.images_per_identity
+        return self._shown * self.images_per_identity
 
     def labels(self, indices: Indices) -> Tensor:
-        return torch.from_numpy(checked_indices(indices, len(self)) // self.images_per_identity)
+        return torch.from_numpy(self._identities(checked_indices(indices, len(self))))
+
+    def _identities(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        places = numbers // self.images_per_identity
+        # place * classes // shown, whose product might not fit into 64 bits.
+        whole, rest = divmod(self.num_classes, self._shown)
+        return places * whole + places * rest // self._shown
 
     def __getitems__(self, indices: Indices) -> Batch:
         numbers = checked_indices(indices, len(self))
-        labels = numbers // self.images_per_identity
+        labels = self._identities(numbers)
         patterns = self._patterns(labels, numbers)
         offsets = (hash_counters(self._seed, _IMAGE_STREAM, numbers) >> np.uint64(48)).astype(np.int64)
         for pattern, offset in zip(patterns, offsets, strict=True):

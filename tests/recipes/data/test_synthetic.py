@@ -76,3 +76,19 @@ def test_bad_arguments_are_refused() -> None:
         SyntheticDataset(5, variation=2)
     with pytest.raises(IndexError, match=r"\[0, 100\)"):
         SyntheticDataset(5, images_per_identity=20)[100]
+
+
+def test_identities_that_are_shown_are_spread_evenly_over_all() -> None:
+    whole = SyntheticDataset(103, images_per_identity=2, image_shape=(1, 16, 16))
+    some = SyntheticDataset(103, images_per_identity=2, image_shape=(1, 16, 16), shown=10)
+    assert len(some) == 20 and some.num_classes == 103
+    expected = [place * 103 // 10 for place in range(10) for _ in range(2)]
+    assert some.labels(np.arange(20)).tolist() == expected
+    images, labels = some.__getitems__(np.arange(20))
+    assert labels.tolist() == expected and images.shape == (20, 1, 16, 16)
+    every = SyntheticDataset(103, images_per_identity=2, image_shape=(1, 16, 16), shown=103)
+    assert torch.equal(every.labels(np.arange(206)), whole.labels(np.arange(206)))
+    last = SyntheticDataset(2**61, images_per_identity=1, shown=2**40).labels(np.array([2**40 - 1]))
+    assert last.tolist() == [(2**40 - 1) * 2**21]
+    with pytest.raises(ValueError, match="expected 1 to 103 identities that are shown, got 104"):
+        SyntheticDataset(103, shown=104)
