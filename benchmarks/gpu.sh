@@ -122,10 +122,10 @@ compile() {
     for source in csrc/cuda/*.cu; do
         for arch in sm_75 sm_80 sm_90; do
             echo "nvcc $arch $source"
-            nvcc -std=c++17 -arch=$arch -cubin -Xptxas -v -o /dev/null "$source" >"$SCRATCH/nvcc" 2>&1 ||
+            nvcc -std=c++17 -fmad=false -arch=$arch -cubin -Xptxas -v -o /dev/null "$source" >"$SCRATCH/nvcc" 2>&1 ||
                 { cat "$SCRATCH/nvcc"; return 1; }
             if grep -q '[1-9][0-9]* bytes spill' "$SCRATCH/nvcc"; then
-                echo "registers spill:"; grep -B 1 'spill' "$SCRATCH/nvcc"; return 1
+                echo "registers spill:"; grep -B 1 '[1-9][0-9]* bytes spill' "$SCRATCH/nvcc"; return 1
             fi
         done
     done
@@ -135,10 +135,17 @@ memcheck() {
     command -v compute-sanitizer >/dev/null || return 3
     # Each tensor in memory of its own, so that one beyond its end is seen.
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" -m pytest -q -x \
-        tests/gpu/test_pack.py -k 'alignment and float16 and bfloat16 or channels_last or in_place'
+        tests/gpu/test_pack.py tests/gpu/test_head_kernels.py \
+        -k 'alignment and float16 and bfloat16 or channels_last or in_place or bit_for_bit or are_rounded or ordered'
 }
 
-export -f wheels build prebuilt compile memcheck describe
+racecheck() {
+    command -v compute-sanitizer >/dev/null || return 3
+    compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" -m pytest -q -x \
+        tests/gpu/test_head_kernels.py -k 'ordered'
+}
+
+export -f wheels build prebuilt compile memcheck racecheck describe
 export PYTHON DRY SCRATCH WHEELHOUSE="${WHEELHOUSE:-}"
 PYTEST=("$PYTHON" -m pytest -q -rs -m gpu)
 
@@ -148,21 +155,25 @@ if [ -n "$WHEELHOUSE" ]; then
     export PYTHONPATH="$SCRATCH/site:$PYTHONPATH"
 fi
 step 240 'build' bash -c build
-step 60 'nvcc' bash -c compile
-step 30 'nvrtc' "$PYTHON" benchmarks/gpu/nvrtc.py
+step 150 'nvcc' bash -c compile
+step 90 'nvrtc' "$PYTHON" benchmarks/gpu/nvrtc.py
 mapfile -t OTHERS < <(grep -rl --include='*.py' 'mark\.gpu' tests | grep -v '^tests/gpu/' | sort)
 if [ "$DRY" = 1 ]; then
     step 60 'tests for a device' "${PYTEST[@]}" --collect-only tests/gpu "${OTHERS[@]}"
+    step 60 'head, on the CPU' "$PYTHON" benchmarks/gpu/head.py --dry-run
 elif ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     note FAILED 'looking for a CUDA device: torch finds none'
     FAILED=1 DEVICE=0
 fi
+device_step 100 'kernels of the head against references' "${PYTEST[@]}" tests/gpu/test_head_kernels.py
+device_step 180 'head' "$PYTHON" benchmarks/gpu/head.py --seconds 100 ${OUT:+--json "$OUT/head.json"}
 device_step 120 'kernels against references' "${PYTEST[@]}" tests/gpu/test_pack.py
 device_step 40 'streams' "${PYTEST[@]}" tests/gpu/test_streams.py
 device_step 120 'gloo lanes of 2 ranks on one device, NCCL lane of 1' "${PYTEST[@]}" tests/gpu/test_lanes.py
 device_step 100 'pack bandwidth' "$PYTHON" benchmarks/gpu/pack.py ${OUT:+--json "$OUT/pack.json"}
 device_step 90 'other tests for a device' "${PYTEST[@]}" "${OTHERS[@]}"
 device_step 90 'memory checker' bash -c memcheck
+device_step 60 'checker of races in a block' bash -c racecheck
 
 {
     printf '\n== summary after %s s\n' "$SECONDS"

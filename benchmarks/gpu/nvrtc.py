@@ -44,7 +44,8 @@ def compiled(nvrtc: ctypes.CDLL, name: str, architecture: str) -> tuple[int, str
     code = cuda.source(name).encode()
     if result := nvrtc.nvrtcCreateProgram(ctypes.byref(program), code, f"{name}.cu".encode(), 0, None, None):
         return result, "no program"
-    options = (ctypes.c_char_p * 3)(b"-std=c++17", b"-ftz=true", f"-arch={architecture}".encode())
+    given = [*cuda.OPTIONS, "-ftz=true", f"-arch={architecture}"]  # the second is CuPy's own
+    options = (ctypes.c_char_p * len(given))(*map(str.encode, given))
     result = nvrtc.nvrtcCompileProgram(program, len(options), options)
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)

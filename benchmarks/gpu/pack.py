@@ -12,19 +12,17 @@ are by events, the works in turns; inputs change places so that they do not stay
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 
 import torch
+from support.device_timing import Work, device_medians, host_median
 from support.gradients import bert_base, resnet50
 from support.report import table, write_json
 
 from hybridpar.kernels import cuda, pack, pack_cuda, unpack
 
-Work = Callable[[], object]
 DEVICE = torch.device("cuda")
 CASES: list[tuple[str, list[tuple[int, ...]], torch.dtype, torch.memory_format]] = [
     ("ResNet-50", resnet50(), torch.float32, torch.contiguous_format),
@@ -39,38 +37,6 @@ CASES: list[tuple[str, list[tuple[int, ...]], torch.dtype, torch.memory_format]]
 WIRES = [torch.float32, torch.bfloat16, torch.float16]
 # More than the cache of any device holds.
 COLD_BYTES = 256 << 20
-CYCLES_PER_US = 2000
-
-
-def device_medians(works: dict[str, Work], repeats: int) -> dict[str, float]:
-    """Microseconds on the device of each work, in turns."""
-    # The device first sleeps while the host prepares the work, so that waiting for the host is not measured.
-    sleep = {name: int(2 * CYCLES_PER_US * host_median(work, 3)) for name, work in works.items()}
-    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in works}
-    for _ in range(repeats):
-        for name, work in works.items():
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(sleep[name])
-            begin.record()
-            work()
-            end.record()
-            spans[name].append((begin, end))
-        torch.cuda.synchronize()
-    return {
-        name: statistics.median(1e3 * begin.elapsed_time(end) for begin, end in taken) for name, taken in spans.items()
-    }
-
-
-def host_median(work: Work, repeats: int) -> float:
-    """Microseconds until a call returns, the first one apart."""
-    times = []
-    for _ in range(repeats + 1):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        times.append(1e6 * (time.perf_counter() - start))
-    torch.cuda.synchronize()
-    return statistics.median(times[1:])
 
 
 class Case:

@@ -71,12 +71,16 @@ class DenseLogitsHead(nn.Module):
     Args:
         rows: [n, D], the rows of this rank.
         first: the class of row 0; rows follow in class order.
+        rate: share of the rows that takes part in a step, the rows of the batch's classes always: a random number for
+            each row, and the largest of them. The gradient is that of all rows nevertheless.
     """
 
-    def __init__(self, rows: Tensor, first: int, *, scale: float = 64.0, margin: float = 0.5) -> None:
+    def __init__(
+        self, rows: Tensor, first: int, *, scale: float = 64.0, margin: float = 0.5, rate: float = 1.0
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(rows)
-        self.first, self.scale, self.margin = first, scale, margin
+        self.first, self.scale, self.margin, self.rate = first, scale, margin, rate
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
         gathered: Tensor = GatherFeatures.apply(F.normalize(features))  # type: ignore[no-untyped-call]
@@ -85,9 +89,20 @@ class DenseLogitsHead(nn.Module):
         own = torch.cat(parts) - self.first
         samples = torch.nonzero((own >= 0) & (own < len(self.weight))).flatten()
         columns = own[samples]
-        cosines = gathered @ F.normalize(self.weight).T
+        weight: Tensor = self.weight
+        if self.rate < 1:
+            drawn = self._drawn(columns)
+            weight, columns = weight[drawn], torch.searchsorted(drawn, columns)
+        cosines = gathered @ F.normalize(weight).T
         cosines[samples, columns] = arcface(cosines[samples, columns], self.margin)
         loss: Tensor = ShardedCrossEntropy.apply(  # type: ignore[no-untyped-call]
             cosines.mul_(self.scale), samples, columns
         )
         return loss
+
+    def _drawn(self, positives: Tensor) -> Tensor:
+        """Rows that take part, ascending."""
+        chances = torch.rand(len(self.weight))
+        chances[positives] = 2.0
+        count = max(len(positives.unique()), int(self.rate * len(self.weight)))
+        return chances.topk(count).indices.sort().values

@@ -54,6 +54,10 @@ __device__ inline float float_of_bits(unsigned bits) {
     return __uint_as_float(bits);
 }
 
+__device__ inline unsigned bits_of(float value) {
+    return __float_as_uint(value);
+}
+
 __device__ inline unsigned short bfloat_bits_of(float value) {
 #if __CUDA_ARCH__ >= 800
     unsigned short bits;
@@ -64,6 +68,12 @@ __device__ inline unsigned short bfloat_bits_of(float value) {
     const unsigned rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     return static_cast<unsigned short>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : rounded);
 #endif
+}
+
+// The value of the thread of this warp whose number differs in the bits of `mask`. All threads of the warp take part.
+template <typename Value>
+__device__ inline Value shuffle_xor(Value value, int mask) {
+    return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 
 } // namespace hybridpar::cuda

@@ -1,15 +1,13 @@
 #pragma once
 
+#include "threads.h"
+
 // Note [items]
 // The elements of many tensors are cut into items of one length (the last of a tensor may be shorter), and each warp
 // takes every so many-th item. So one launch serves any mixture of sizes, neighbouring warps touch neighbouring
 // memory, and no thread ever waits for another. Which tensor an item belongs to is found by binary search in a table
 // that hybridpar/kernels/pack_cuda.py makes: how many items come before each tensor.
 namespace hybridpar::cuda {
-
-using Index = long long;
-
-constexpr int kWarp = 32;
 
 // Columns of one number a tensor, one after the other.
 struct Table {

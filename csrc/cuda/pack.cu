@@ -14,15 +14,6 @@ struct Arguments {
     bool to_bucket;
 };
 
-template <typename Value, int kWidth>
-struct alignas(sizeof(Value) * kWidth) Vector {
-    Value values[kWidth];
-};
-
-__device__ inline int lane() {
-    return threadIdx.x % kWarp;
-}
-
 // target = cast(source * factor)
 template <typename From, typename To>
 struct Convert {

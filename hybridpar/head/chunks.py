@@ -90,9 +90,13 @@ def owned_samples(layout: Layout, rank: int, labels_B: Tensor) -> Owned:
     return Owned(valid[mine[order]].to(device), places, places, host_rows)
 
 
-def default_chunk_classes(batch: int, embedding_size: int) -> int:
-    """Rows per chunk such that its logits and rows stay near the caches (about 2 MiB), at least 256."""
-    return max(256, (2 << 20) // (4 * max(batch + embedding_size, 1)) // 64 * 64)
+def default_chunk_classes(batch: int, embedding_size: int, device: torch.device) -> int:
+    """Rows per chunk, at least 256: on the CPU such that its logits and rows stay near the caches (about 2 MiB).
+
+    Elsewhere a chunk of any size costs the host a dozen launches, so there it is of about 256 MiB.
+    """
+    wanted = 2 << 20 if device.type == "cpu" else 256 << 20
+    return max(256, wanted // (4 * max(batch + embedding_size, 1)) // 64 * 64)
 
 
 def matrix_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
@@ -151,7 +155,11 @@ class Chunks:
         # CUDA gives products of half precision in float32 at no cost; libraries for the CPU round them.
         rounded = features_BD.is_cpu and kernels.exact_dtype(features_BD.dtype) == self.exact
         self.product_dtype = features_BD.dtype if rounded else self.exact
-        self._size = chunk_classes or default_chunk_classes(len(features_BD), weight.shape[1])
+        # Of what is made of the products, for the next product. Where they are wider, the kernels round on the way.
+        self.weight_dtype = self.product_dtype
+        if not features_BD.is_cpu and self.product_dtype == torch.float32:
+            self.weight_dtype = features_BD.dtype
+        self._size = chunk_classes or default_chunk_classes(len(features_BD), weight.shape[1], weight.device)
         self._features_DB = features_BD.T
         self._scratch: dict[str, Tensor] = {}
 
@@ -287,7 +295,7 @@ def _exponentials(
     changed = chunks.changed(products_CB, begin, end, target_B)
     if changed is None:
         chunk = Chunk(products_CB, norms_C, chunks.biases(begin, end), scale)
-        out_CB = chunks.scratch("weights", end - begin, len(target_B), products_CB.dtype)
+        out_CB = chunks.scratch("weights", end - begin, len(target_B), chunks.weight_dtype)
         rescale_B = kernels.add_exponentials(chunk, own, maximum_B, total_B, out_CB)
     else:
         out_CB, slopes_CB = changed
@@ -376,7 +384,7 @@ def _probabilities(
     changed = chunks.changed(products_CB, begin, end, target_B)
     if changed is None:
         chunk = Chunk(products_CB, chunks.norms(begin, end), chunks.biases(begin, end), scale)
-        out_CB = chunks.scratch("weights", end - begin, len(target_B), products_CB.dtype)
+        out_CB = chunks.scratch("weights", end - begin, len(target_B), chunks.weight_dtype)
         kernels.to_probabilities(chunk, own, *log_sum_exp, counts_B, out_CB, sums_C)
     else:
         out_CB, slopes_CB = changed

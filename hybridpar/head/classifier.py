@@ -158,7 +158,7 @@ class ShardedClassifier(nn.Module):
         rank, device = self.group.rank, memory.device
         shape = self.layout.rows(rank), self.embedding_size
         on_cpu = device.type == "cpu"
-        rows = together(self.group, lambda: memory.zeros(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype))
+        rows = together(self.group, lambda: memory.empty(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype))
         draw_normal_rows(rows, self.layout.class_ids(rank), seed=seed, std=std)
         self.weight = nn.Parameter(rows.to(device))
         self.bias = nn.Parameter(torch.zeros(len(rows), dtype=dtype, device=device)) if self.margin.has_bias else None

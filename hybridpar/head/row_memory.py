@@ -31,9 +31,13 @@ class RowMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor, to be filled. Raises OSError where there is no room."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor of zeros. Raises OSError where there is no room."""
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+        return self.empty(shape, dtype).zero_()
 
     def report(self, rank: int) -> None:
         """Log what was given, where that is worth a line."""
@@ -50,6 +54,9 @@ class MappedMemory(RowMemory):
         super().__init__(torch.device("cpu"))
         self._folder, self._bytes = folder, 0
         folder.mkdir(parents=True, exist_ok=True)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.zeros(shape, dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         numel = math.prod(shape)

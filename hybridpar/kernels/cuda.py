@@ -21,8 +21,10 @@ _SOURCES = Path(__file__).parent / "_cuda"
 _INCLUDE = re.compile(r'^#include "(\w+\.h)"\n', re.MULTILINE)
 
 WARP = 32
-_WARPS_PER_BLOCK = 8
+WARPS_PER_BLOCK = 8
 _MOST_BLOCKS = 2**31 - 1
+# Products and sums are rounded one by one, as PyTorch's and the CPU kernels' are: memory is what takes the time.
+OPTIONS = ("-std=c++17", "-fmad=false")
 
 
 class UnavailableError(RuntimeError):
@@ -52,7 +54,7 @@ class Module:
         self._functions: dict[str, Any] = {}
         try:
             with cupy.cuda.Device(device.index):
-                self._compiled = cupy.RawModule(code=source(name), options=("-std=c++17",))
+                self._compiled = cupy.RawModule(code=source(name), options=OPTIONS)
                 self._compiled.compile()
         except (RuntimeError, ImportError, OSError, cupy.cuda.compiler.CompileException) as error:
             raise UnavailableError(f"CuPy {cupy.__version__} could not compile {name}.cu: {error}") from error
@@ -68,9 +70,9 @@ class Module:
         function = self._functions.get(kernel)
         if function is None:
             function = self._functions[kernel] = self._compiled.get_function(kernel)
-        blocks = min(-(-warps // _WARPS_PER_BLOCK), _MOST_BLOCKS)
+        blocks = min(-(-warps // WARPS_PER_BLOCK), _MOST_BLOCKS)
         with self._cupy.cuda.Device(self._device.index), self._stream():
-            function((blocks,), (_WARPS_PER_BLOCK * WARP,), arguments)
+            function((blocks,), (WARPS_PER_BLOCK * WARP,), arguments)
 
     def _stream(self) -> Any:
         pointer = torch.cuda.current_stream(self._device).cuda_stream
@@ -93,6 +95,28 @@ class _Borrowed:
 def find_module(name: str, device: torch.device) -> Module | None:
     """The module ``name`` for a CUDA device, compiled once; None, after one line in the log, if it is unavailable."""
     return _found(name, torch.cuda.current_device() if device.index is None else device.index)
+
+
+def find_for(name: str, tensor: torch.Tensor) -> Module | None:
+    """The module ``name`` for the device of a tensor that is not on the CPU; None, after one line in the log, if there
+    is none for this device.
+    """
+    if tensor.is_cuda:
+        return find_module(name, tensor.device)
+    _log_other_device(name, tensor.device.type)
+    return None
+
+
+def check_one_device(*tensors: torch.Tensor | None) -> None:
+    """A kernel that is given an address of another device's memory takes the whole process down: ValueError instead."""
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    if len(devices) > 1:
+        raise ValueError(f"expected all tensors on one device, got {', '.join(sorted(map(str, devices)))}")
+
+
+@functools.cache
+def _log_other_device(name: str, device: str) -> None:
+    _LOG.info("%s uses its PyTorch reference on %s: compiled kernels serve CPU and CUDA only", name, device)
 
 
 @functools.cache

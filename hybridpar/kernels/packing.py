@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 from collections.abc import Sequence
 
@@ -13,8 +11,6 @@ import torch
 from torch.autograd.graph import increment_version
 
 from hybridpar.kernels import _native, cuda, pack_cuda, pack_reference
-
-_LOG = logging.getLogger(__name__)
 
 CODES = {
     torch.float32: _native.FLOAT32,
@@ -114,10 +110,7 @@ def _unpack_on_device(
 
 
 def _module(bucket: torch.Tensor) -> cuda.Module | None:
-    if bucket.is_cuda:
-        return cuda.find_module("pack", bucket.device)
-    _log_reference(bucket.device.type)
-    return None
+    return cuda.find_for("pack", bucket)
 
 
 def _check(
@@ -239,8 +232,3 @@ def _written(tensors: list[torch.Tensor]) -> None:
 
 def _names() -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in CODES)
-
-
-@functools.cache
-def _log_reference(device: str) -> None:
-    _LOG.info("pack and unpack use their PyTorch reference on %s: compiled kernels serve CPU and CUDA only", device)

@@ -1,7 +1,8 @@
 """The doors of csrc/row_update.cc: rows of a head are read, measured, and updated by their optimizer in one pass.
 
-The compiled kernels serve the CPU, the references elsewhere. Shapes: n rows of a head, C of them at a time, D embedding
-size. ``exact`` is float64 for float64 rows, else float32: all arithmetic, and norms.
+The compiled kernels serve the CPU and, where CuPy can compile them, CUDA; the references serve elsewhere. Shapes: n
+rows of a head, C of them at a time, D embedding size. ``exact`` is float64 for float64 rows, else float32: all
+arithmetic, and norms.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hybridpar.kernels import _native, rows_reference
+from hybridpar.kernels import _native, cuda, rows_cuda, rows_reference
 from hybridpar.kernels.packing import CODES
 from hybridpar.kernels.rows_reference import Adagrad, AdamW, Gradient, Rounding, Rows, Sgd
 from hybridpar.kernels.softmax_reference import exact_dtype
@@ -18,30 +19,42 @@ from hybridpar.kernels.softmax_reference import exact_dtype
 
 def load_rows(rows: Rows, out: Tensor) -> None:
     """``out`` [C, D], of any of the four floating-point dtypes, becomes the rows."""
-    if not out.is_cpu:
+    module = _module(rows)
+    if module is None and not rows.weight.is_cpu:
         return rows_reference.load_rows(rows, out)
     _check(rows, out, count=rows.size)
-    _native.load_rows(_rows(rows), out.data_ptr(), CODES[out.dtype], torch.get_num_threads())
+    if module is not None:
+        rows_cuda.load_rows(module, rows, out)
+    else:
+        _native.load_rows(_rows(rows), out.data_ptr(), CODES[out.dtype], torch.get_num_threads())
     return increment_version(out)
 
 
 def measure_rows(rows: Rows) -> None:
     """``rows.inverse_norms`` become those of the rows: 1 / max(norm, 1e-12); NaN where the row holds one."""
-    if not rows.weight.is_cpu:
+    module = _module(rows)
+    if module is None and not rows.weight.is_cpu:
         return rows_reference.measure_rows(rows)
     _check(rows)
-    _native.measure_rows(_rows(rows), torch.get_num_threads())
+    if module is not None:
+        rows_cuda.measure_rows(module, rows)
+    else:
+        _native.measure_rows(_rows(rows), torch.get_num_threads())
     return _written(rows.inverse_norms)
 
 
 def project_gradient(rows: Rows, gradient: Gradient, out: Tensor) -> None:
     """``out`` [C, D], of the dtype of the rows, becomes the gradient by the rows: Note [projection] in row_update.h."""
-    if not out.is_cpu:
+    module = _module(rows)
+    if module is None and not rows.weight.is_cpu:
         return rows_reference.project_gradient(rows, gradient, out)
     _check(rows, gradient.values, out, count=rows.size)
     if out.dtype != rows.weight.dtype:
         raise TypeError(f"expected a gradient of {rows.weight.dtype}, as the rows, got {out.dtype}")
-    _native.project_gradient(_rows(rows), _gradient(gradient), out.data_ptr(), torch.get_num_threads())
+    if module is not None:
+        rows_cuda.project_gradient(module, rows, gradient, out)
+    else:
+        _native.project_gradient(_rows(rows), _gradient(gradient), out.data_ptr(), torch.get_num_threads())
     return _written(out)
 
 
@@ -52,14 +65,18 @@ def step_sgd(rows: Rows, gradient: Gradient, momentum: Tensor | None, policy: Sg
         momentum: [n, D] of any of the four dtypes; None where the policy has none.
         rounding: of rows and momentum, where they are bfloat16.
     """
-    if not rows.weight.is_cpu:
+    module = _module(rows)
+    if module is None and not rows.weight.is_cpu:
         return rows_reference.step_sgd(rows, gradient, momentum, policy, rounding)
     _check(rows, gradient.values, count=rows.size)
     _check(rows, momentum, count=len(rows.weight))
-    _native.step_sgd(
-        _rows(rows), _gradient(gradient), _state(momentum), _native.Sgd(*policy), _native.Rounding(*rounding),
-        torch.get_num_threads(),
-    )  # fmt: skip
+    if module is not None:
+        rows_cuda.step_sgd(module, rows, gradient, momentum, policy, rounding)
+    else:
+        _native.step_sgd(
+            _rows(rows), _gradient(gradient), _state(momentum), _native.Sgd(*policy), _native.Rounding(*rounding),
+            torch.get_num_threads(),
+        )  # fmt: skip
     return _written(rows.weight, rows.inverse_norms, momentum)
 
 
@@ -73,16 +90,21 @@ def step_adamw(
         steps: int64 [n]; grow by 1 first.
         rounding: of rows and moments, where they are bfloat16.
     """
-    if not rows.weight.is_cpu:
+    module = _module(rows)
+    if module is None and not rows.weight.is_cpu:
         return rows_reference.step_adamw(rows, gradient, first, second, steps, policy, rounding)
     _check(rows, gradient.values, count=rows.size)
     _check(rows, first, second, count=len(rows.weight))
     if steps.dtype != torch.int64 or not steps.is_contiguous() or len(steps) != len(rows.weight):
         raise TypeError(f"expected steps as contiguous int64 [{len(rows.weight)}], got {steps.dtype} {steps.shape}")
-    _native.step_adamw(
-        _rows(rows), _gradient(gradient), _state(first), _state(second), steps.data_ptr(), _native.AdamW(*policy),
-        _native.Rounding(*rounding), torch.get_num_threads(),
-    )  # fmt: skip
+    cuda.check_one_device(rows.weight, steps)
+    if module is not None:
+        rows_cuda.step_adamw(module, rows, gradient, first, second, steps, policy, rounding)
+    else:
+        _native.step_adamw(
+            _rows(rows), _gradient(gradient), _state(first), _state(second), steps.data_ptr(), _native.AdamW(*policy),
+            _native.Rounding(*rounding), torch.get_num_threads(),
+        )  # fmt: skip
     return _written(rows.weight, rows.inverse_norms, first, second, steps)
 
 
@@ -93,14 +115,19 @@ def step_adagrad(rows: Rows, gradient: Gradient, sums: Tensor, policy: Adagrad, 
         sums: exact [n]; grow by the mean of the squared gradient first.
         rounding: of rows, where they are bfloat16.
     """
-    if not rows.weight.is_cpu:
+    module = _module(rows)
+    if module is None and not rows.weight.is_cpu:
         return rows_reference.step_adagrad(rows, gradient, sums, policy, rounding)
     _check(rows, gradient.values, count=rows.size)
     _check_exact(rows, sums)
-    _native.step_adagrad(
-        _rows(rows), _gradient(gradient), sums.data_ptr(), _native.Adagrad(*policy), _native.Rounding(*rounding),
-        torch.get_num_threads(),
-    )  # fmt: skip
+    cuda.check_one_device(rows.weight, sums)
+    if module is not None:
+        rows_cuda.step_adagrad(module, rows, gradient, sums, policy, rounding)
+    else:
+        _native.step_adagrad(
+            _rows(rows), _gradient(gradient), sums.data_ptr(), _native.Adagrad(*policy), _native.Rounding(*rounding),
+            torch.get_num_threads(),
+        )  # fmt: skip
     return _written(rows.weight, rows.inverse_norms, sums)
 
 
@@ -111,15 +138,25 @@ def advance_rows(rows: Rows, momentum: Tensor | None, matrices: Tensor, rounding
         matrices: float64 [C, 4], a to d of each row.
         momentum, rounding: as for ``step_sgd``.
     """
-    if not rows.weight.is_cpu:
+    module = _module(rows)
+    if module is None and not rows.weight.is_cpu:
         return rows_reference.advance_rows(rows, momentum, matrices, rounding)
     _check(rows, momentum, count=len(rows.weight))
     if matrices.dtype != torch.float64 or matrices.shape != (rows.size, 4) or not matrices.is_contiguous():
         raise TypeError(f"expected contiguous float64 [{rows.size}, 4], got {matrices.dtype} {tuple(matrices.shape)}")
-    _native.advance_rows(
-        _rows(rows), _state(momentum), matrices.data_ptr(), _native.Rounding(*rounding), torch.get_num_threads()
-    )
+    cuda.check_one_device(rows.weight, matrices)
+    if module is not None:
+        rows_cuda.advance_rows(module, rows, momentum, matrices, rounding)
+    else:
+        _native.advance_rows(
+            _rows(rows), _state(momentum), matrices.data_ptr(), _native.Rounding(*rounding), torch.get_num_threads()
+        )
     return _written(rows.weight, rows.inverse_norms, momentum)
+
+
+def _module(rows: Rows) -> cuda.Module | None:
+    """What launches the kernels on the device of the rows; None on the CPU, and where the references serve."""
+    return None if rows.weight.is_cpu else cuda.find_for("row_update", rows.weight)
 
 
 def _rows(rows: Rows) -> _native.Rows:
@@ -158,6 +195,7 @@ def _check(rows: Rows, *beside: Tensor | None, count: int = 0) -> None:
             )
     if rows.inverse_norms is not None:
         _check_exact(rows, rows.inverse_norms)
+    cuda.check_one_device(weight, indices, rows.inverse_norms, *beside)
 
 
 def _check_exact(rows: Rows, values: Tensor) -> None:

@@ -107,6 +107,8 @@ class HeadConfig:
     backbone's."""
     state: Literal["float32", "bfloat16"] = "float32"
     """What such an optimizer remembers of the rows."""
+    stochastic_rounding: bool = True
+    """Such an optimizer rounds bfloat16 rows and state at random, so that small steps are not lost on average."""
     sample_rate: float = 1.0
     """Below 1: in a step only this share of each rank's classes takes part, those of the batch always."""
     hard_share: float = 0.0
@@ -145,9 +147,13 @@ class HeadConfig:
 
     def build_policy(self, optimizer: OptimizerConfig, seed: int) -> hp.RowPolicy | None:
         """How rows are stepped in the backward pass; None where they are not."""
-        common: dict[str, Any] = {"lr": optimizer.learning_rate, "weight_decay": optimizer.weight_decay, "seed": seed}
-        if self.state == "bfloat16":
-            common["state_dtype"] = torch.bfloat16
+        common: dict[str, Any] = {
+            "lr": optimizer.learning_rate,
+            "weight_decay": optimizer.weight_decay,
+            "state_dtype": torch.bfloat16 if self.state == "bfloat16" else None,
+            "stochastic_rounding": self.stochastic_rounding,
+            "seed": seed,
+        }
         match self.optimizer:
             case "sgd":
                 return hp.RowSGD(momentum=optimizer.momentum, **common)

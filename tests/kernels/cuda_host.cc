@@ -1,116 +1,134 @@
-// csrc/cuda/pack.cu as a host program: the division of work, the alignment and the order of elements are the kernels'
-// own; the device's instructions are replaced. Threads run one after the other, in an order that the caller chooses:
-// as they never wait for each other, every order must give the same result.
-#include <cmath>
-#include <cstddef>
-#include <cstdint>
+// Runs kernels thread by thread, each on a stack of its own, and counts what a device would not forgive.
+#include "cuda_host.h"
 
-#include "../../csrc/types.h"
+#include <ucontext.h>
 
-#define __global__
-#define __device__
+#include <array>
+#include <vector>
 
-struct Dimension {
-    unsigned x;
+namespace host {
+namespace {
+
+constexpr unsigned kWarp = 32, kMostThreads = 256;
+constexpr std::size_t kStack = 256 << 10;
+
+struct Thread {
+    ucontext_t context;
+    std::vector<char> stack = std::vector<char>(kStack);
+    Waits waits;
+    std::uint64_t given;
 };
-static Dimension gridDim, blockDim, blockIdx, threadIdx;
 
-static unsigned long long atomicAdd(unsigned long long *address, unsigned long long value) {
-    const unsigned long long before = *address;
-    *address += value;
-    return before;
+std::vector<Thread> &all_threads() {
+    static std::vector<Thread> threads(kMostThreads);
+    return threads;
+}
+ucontext_t scheduler;
+const std::function<void()> *running;
+// Threads that wait for others which never come, and addresses that do not suit the type that is read or written there.
+long long stuck = 0, misaligned = 0;
+
+void enter() {
+    (*running)();
+    wait(Waits::done);
 }
 
-// Stands for csrc/cuda/hardware.h.
-#define HYBRIDPAR_HARDWARE
-namespace hybridpar::cuda {
-
-template <typename Value>
-Value *global_pointer(long long address) {
-    return reinterpret_cast<Value *>(address);
+void resume(Thread &thread, unsigned number) {
+    threadIdx.x = number;
+    swapcontext(&scheduler, &thread.context);
 }
 
-template <typename Value>
-Value product(Value left, Value right) {
-    return left * right;
+// Those that have all come where they wait for each other go on.
+bool release(std::vector<Thread> &threads, unsigned begin, unsigned end, Waits why) {
+    for (unsigned i = begin; i < end; ++i)
+        if (threads[i].waits != why) return false;
+    for (unsigned i = begin; i < end; ++i)
+        threads[i].waits = Waits::for_nothing;
+    return true;
 }
 
-inline double double_of(float value) {
-    return value;
-}
-inline float float_of(double value) {
-    return static_cast<float>(value);
-}
-inline float float_of_bits(unsigned bits) {
-    return bit_cast<float>(bits);
-}
-inline float float_of_half_bits(unsigned short bits) {
-    return to_float(hybridpar::Float16{bits});
-}
-inline unsigned short half_bits_of(float value) {
-    hybridpar::Float16 half;
-    store(half, value);
-    return half.bits;
-}
-inline unsigned short bfloat_bits_of(float value) {
-    hybridpar::BFloat16 half;
-    store(half, value);
-    return half.bits;
+bool finished(const std::vector<Thread> &threads, unsigned count) {
+    for (unsigned i = 0; i < count; ++i)
+        if (threads[i].waits != Waits::done) return false;
+    return true;
 }
 
-} // namespace hybridpar::cuda
+void run_block(unsigned count, unsigned long long step) {
+    std::vector<Thread> &threads = all_threads();
+    for (unsigned i = 0; i < count; ++i) {
+        getcontext(&threads[i].context);
+        threads[i].context.uc_stack = {threads[i].stack.data(), 0, kStack};
+        threads[i].context.uc_link = &scheduler;
+        threads[i].waits = Waits::for_nothing;
+        makecontext(&threads[i].context, enter, 0);
+    }
+    for (bool moved = true; moved;) {
+        moved = false;
+        for (unsigned long long i = 0; i < count; ++i) {
+            const auto number = static_cast<unsigned>((count - 1 + i * step) % count);
+            if (threads[number].waits == Waits::for_nothing) resume(threads[number], number);
+        }
+        for (unsigned begin = 0; begin < count; begin += kWarp)
+            moved |= release(threads, begin, begin + kWarp, Waits::for_warp);
+        moved |= release(threads, 0, count, Waits::for_block);
+    }
+    if (!finished(threads, count)) ++stuck;
+}
 
-#include "../../csrc/cuda/pack.cu"
+} // namespace
 
-static_assert(alignof(hybridpar::cuda::Vector<float, 4>) == 16);
+void wait(Waits why) {
+    Thread &thread = all_threads()[threadIdx.x];
+    thread.waits = why;
+    swapcontext(&thread.context, &scheduler);
+}
 
-using Kernel = void (*)(HYBRIDPAR_PARAMETERS);
+std::uint64_t exchange(std::uint64_t bits, unsigned mask) {
+    std::vector<Thread> &threads = all_threads();
+    threads[threadIdx.x].given = bits;
+    wait(Waits::for_warp);
+    const std::uint64_t taken = threads[threadIdx.x ^ mask].given;
+    wait(Waits::for_warp);
+    return taken;
+}
 
-// Runs `blocks` x `threads` threads, `step` apart (which has no common divisor with their number), from the last on.
-extern "C" void run(Kernel kernel, unsigned blocks, unsigned threads, unsigned long long step, HYBRIDPAR_PARAMETERS) {
+void launch(unsigned blocks, unsigned threads, unsigned long long step, const std::function<void()> &kernel) {
     gridDim.x = blocks;
     blockDim.x = threads;
-    const unsigned long long all = static_cast<unsigned long long>(blocks) * threads;
-    for (unsigned long long i = 0; i < all; ++i) {
-        const unsigned long long thread = (all - 1 + i * step) % all;
-        blockIdx.x = static_cast<unsigned>(thread / threads);
-        threadIdx.x = static_cast<unsigned>(thread % threads);
-        kernel(numbers, tensors, geometry, items, item_length, bucket, to_bucket, scale, nonfinite);
+    running = &kernel;
+    for (unsigned long long i = 0; i < blocks; ++i) {
+        blockIdx.x = static_cast<unsigned>((blocks - 1 + i * step) % blocks);
+        run_block(threads, step);
     }
+}
+
+} // namespace host
+
+// Blocks since the last call whose threads waited for others that never came.
+extern "C" long long take_stuck() {
+    const long long count = host::stuck;
+    host::stuck = 0;
+    return count;
+}
+
+// For checks of these stand-ins themselves: 64 threads of which some do not come where the others wait.
+extern "C" void wait_without(unsigned missing, bool for_block) {
+    host::launch(1, 64, 1, [&] {
+        if (threadIdx.x != missing) host::wait(for_block ? host::Waits::for_block : host::Waits::for_warp);
+    });
+}
+
+extern "C" void shuffle(int mask, long long step, long long *found) {
+    host::launch(1, 64, static_cast<unsigned long long>(step), [&] {
+        found[threadIdx.x] = hybridpar::cuda::shuffle_xor(static_cast<long long>(threadIdx.x), mask);
+    });
 }
 
 // Compiled with -fsanitize=alignment, which calls this where an address does not suit the type that is read or written
 // there: a device stops at such an access, this processor does not.
-static long long misaligned = 0;
 extern "C" void __ubsan_handle_type_mismatch_v1(void *, void *) {
-    ++misaligned;
+    ++host::misaligned;
 }
 extern "C" long long count_misaligned() {
-    return misaligned;
-}
-
-// For checks of single parts.
-extern "C" void find(const long long *numbers, long long tensors, long long number, long long item_length,
-                     long long *found) {
-    const hybridpar::cuda::Item item =
-        hybridpar::cuda::find_item({numbers, tensors}, number, static_cast<int>(item_length));
-    found[0] = item.tensor;
-    found[1] = item.begin;
-    found[2] = item.length;
-}
-
-template <std::size_t kSize>
-struct Bytes {
-    char bytes[kSize];
-};
-
-// From elements of 4 bytes to elements of `target_size`, 4 or 2.
-extern "C" int head_of(long long source, long long target, int target_size, int width) {
-    const auto *from = reinterpret_cast<const Bytes<4> *>(source);
-    return target_size == 4 ? hybridpar::cuda::elements_to_alignment(from, reinterpret_cast<Bytes<4> *>(target), width)
-                            : hybridpar::cuda::elements_to_alignment(from, reinterpret_cast<Bytes<2> *>(target), width);
-}
-
-extern "C" long long offset_of(const long long *geometry, long long index) {
-    return hybridpar::cuda::strided_offset(geometry, index);
+    return host::misaligned;
 }

@@ -21,10 +21,16 @@ FILES = sorted((ROOT / "csrc" / "cuda").iterdir())
 DEVICE = torch.device("cuda", 1)
 
 
-def test_a_source_needs_no_header() -> None:
-    text = cuda.source("pack")
+@pytest.mark.parametrize("name", ["pack", "margin_softmax", "row_update"])
+def test_a_source_needs_no_header(name: str) -> None:
+    text = cuda.source(name)
     assert "#include" not in text
     assert "#pragma once" not in text
+    assert text.count("struct Common {") == text.count("struct alignas(sizeof(Value) * kWidth) Vector {") == 1
+
+
+def test_a_header_is_written_in_once() -> None:
+    text = cuda.source("pack")
     for once in ("struct Table {", "struct Common {", "half_bits_of(float value) {", "void convert_items("):
         assert text.count(once) == 1, once
 
@@ -94,8 +100,10 @@ class Recorder:
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=70 + device.index))
     cuda._found.cache_clear()
+    cuda._log_other_device.cache_clear()
     yield
     cuda._found.cache_clear()
+    cuda._log_other_device.cache_clear()
 
 
 @pytest.mark.parametrize(("version", "stream"), [(13, ("external", 71)), (14, (0, 71))])
@@ -110,7 +118,7 @@ def test_a_kernel_is_compiled_once_and_launched_on_torchs_stream(
     module.launch("copy_float32", 16, 6)
     assert cuda.find_module("pack", DEVICE) is module
     assert recorder.calls == [
-        ("RawModule", cuda.source("pack"), ("-std=c++17",)),
+        ("RawModule", cuda.source("pack"), ("-std=c++17", "-fmad=false")),
         ("compile", ("device", 1)),
         ("get_function", "copy_float32"),
         ("copy_float32", ("device", 1), stream, (3,), (256,), (5, 2.5)),
@@ -139,6 +147,21 @@ def test_why_a_kernel_is_not_used_is_logged_once(
         "broken": r"CuPy 13.0.0 could not compile pack.cu: error: expected a ;",
     }
     assert re.search(expected[reason], line)
+
+
+def test_other_devices_use_the_reference_and_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hybridpar"):
+        for _ in range(3):
+            assert cuda.find_for("row_update", torch.empty(1, device="meta")) is None
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line == "row_update uses its PyTorch reference on meta: compiled kernels serve CPU and CUDA only"
+
+
+def test_tensors_of_two_devices_are_refused() -> None:
+    here, elsewhere = torch.empty(1), torch.empty(1, device="meta")
+    cuda.check_one_device(here, None, here)
+    with pytest.raises(ValueError, match="expected all tensors on one device, got cpu, meta"):
+        cuda.check_one_device(here, None, elsewhere)
 
 
 def test_a_driver_that_is_too_old_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,8 @@ def test_every_kernel_does_what_its_reference_does(
 
 def _apply(module: Any, kind: str, rows: Rows, gradient: Gradient, states: list[Tensor]) -> list[Tensor]:
     """What has changed, but for the states."""
-    exact = kernels.exact_dtype(rows.weight.dtype)
+    exact, device = kernels.exact_dtype(rows.weight.dtype), rows.weight.device
+    random = torch.Generator().manual_seed(1)
     extra = []
     if kind == "sgd":
         module.step_sgd(rows, gradient, states[0], kernels.Sgd(0.1, 0.9, 0.01), NEAREST)
@@ -93,17 +94,17 @@ def _apply(module: Any, kind: str, rows: Rows, gradient: Gradient, states: list[
     elif kind == "nesterov":
         module.step_sgd(rows, gradient, states[0], kernels.Sgd(0.1, 0.9, 0.01, True), NEAREST)
     elif kind == "adamw":
-        extra = [torch.arange(len(rows.weight))]
+        extra = [torch.arange(len(rows.weight), device=device)]
         module.step_adamw(rows, gradient, *states, extra[0], kernels.AdamW(0.01, epsilon=1e-3, decay=0.1), NEAREST)
     elif kind == "adagrad":
-        extra = [torch.rand(len(rows.weight), generator=torch.Generator().manual_seed(1)).to(exact) + 0.1]
+        extra = [torch.rand(len(rows.weight), generator=random).to(device, exact) + 0.1]
         module.step_adagrad(rows, gradient, extra[0], kernels.Adagrad(0.1, decay=0.01), NEAREST)
     elif kind == "advance":
-        matrices = torch.rand(rows.size, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        matrices = torch.rand(rows.size, 4, dtype=torch.float64, generator=random).to(device)
         module.advance_rows(rows, states[0], matrices, NEAREST)
     else:
         dtype = rows.weight.dtype if kind == "project" else gradient.values.dtype
-        extra = [torch.empty(gradient.values.shape, dtype=dtype)]
+        extra = [torch.empty(gradient.values.shape, dtype=dtype, device=device)]
         module.project_gradient(rows, gradient, extra[0]) if kind == "project" else module.load_rows(rows, extra[0])
     return [rows.weight, *extra, *([] if rows.inverse_norms is None else [rows.inverse_norms])]
 

@@ -101,7 +101,9 @@ def load_into_memory(dataset: IdentityDataset, *, batch_size: int = 256) -> InMe
     for start in range(0, len(dataset), batch_size):
         stop = min(start + batch_size, len(dataset))
         images[start:stop], labels[start:stop] = dataset.__getitems__(range(start, stop))
-    names = [dataset.class_name(label) for label in range(dataset.num_classes)]
+    # Of millions of identities without names, the numbers alone would take more memory than the images.
+    named = type(dataset).class_name is not IdentityDataset.class_name
+    names = [dataset.class_name(label) for label in range(dataset.num_classes)] if named else []
     return InMemoryDataset(images, labels, num_classes=dataset.num_classes, class_names=names)
 
 
