@@ -8,33 +8,16 @@
 
 #include "clones.h"
 #include "parallel.h"
-#include "splitmix.h"
+#include "row_values.h"
 
 namespace hybridpar {
 namespace {
 
 // Rows that a thread takes at a time.
 constexpr std::int64_t kBlock = 64;
-constexpr double kSmallestNorm = 1e-12;
-constexpr std::int64_t kLanes = 32;
 
 std::int64_t blocks(const Rows &rows) {
     return (rows.count + kBlock - 1) / kBlock;
-}
-
-// 32 random bits of a counter.
-HYBRIDPAR_INLINE std::uint32_t scrambled(std::uint32_t counter) {
-    counter = (counter ^ (counter >> 16)) * 0x7feb352du;
-    counter = (counter ^ (counter >> 15)) * 0x846ca68bu;
-    return counter ^ (counter >> 16);
-}
-
-// Up with the probability that the lower half of the bits says. Infinity and NaN stay what they are.
-HYBRIDPAR_INLINE BFloat16 rounded_at_random(float value, std::uint32_t random) {
-    const std::uint32_t bits = bit_cast<std::uint32_t>(value);
-    const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
-    const std::uint32_t quiet = value != value ? bits | 0x00400000u : bits;
-    return {static_cast<std::uint16_t>((finite ? bits + (random & 0xffffu) : quiet) >> 16)};
 }
 
 template <typename Value, typename Exact>
@@ -88,12 +71,10 @@ HYBRIDPAR_INLINE void store_row(void *base, DType dtype, std::int64_t row, std::
                                 const Rounding &rounding, std::uint64_t stream) {
     if (!rounding.stochastic || dtype != DType::bfloat16) return store_row(base, dtype, row, width, source);
     auto *values = static_cast<BFloat16 *>(base) + row * width;
-    const auto seed =
-        static_cast<std::uint32_t>(mixed(mixed(rounding.seed + stream) + static_cast<std::uint64_t>(row)));
+    const std::uint32_t seed = row_seed(rounding, stream, row);
     HYBRIDPAR_INDEPENDENT
     for (std::int64_t d = 0; d < width; ++d)
-        values[d] = rounded_at_random(static_cast<float>(source[d]),
-                                      scrambled(seed + static_cast<std::uint32_t>(d) * 0x9e3779b9u));
+        values[d] = rounded_at_random(static_cast<float>(source[d]), random_bits(seed, d));
 }
 
 // Side by side, so that the additions do not wait for one another.
@@ -106,20 +87,7 @@ HYBRIDPAR_INLINE Exact dot(const Exact *left, const Exact *right, std::int64_t w
             lanes[lane] += left[d + lane] * right[d + lane];
     for (std::int64_t lane = 0; d < width; ++d, ++lane)
         lanes[lane] += left[d] * right[d];
-    for (std::int64_t half = kLanes / 2; half > 0; half /= 2)
-        for (std::int64_t lane = 0; lane < half; ++lane)
-            lanes[lane] += lanes[lane + half];
-    return lanes[0];
-}
-
-// Rows that are drawn lie anywhere: the next one is fetched while this one is worked on.
-HYBRIDPAR_INLINE void fetch_ahead(const void *base, DType dtype, std::int64_t row, std::int64_t width) {
-#if defined(__GNUC__)
-    const auto bytes = static_cast<std::size_t>(width) * item_size(dtype);
-    const auto *begin = static_cast<const char *>(base) + static_cast<std::size_t>(row) * bytes;
-    for (std::size_t at = 0; at < bytes; at += 64)
-        __builtin_prefetch(begin + at);
-#endif
+    return total(lanes);
 }
 
 // A row at a time: its weight and its gradient, in exact arithmetic.
@@ -328,7 +296,8 @@ HYBRIDPAR_INLINE void advance_block(const Rows &rows, std::int64_t begin, std::i
     HYBRIDPAR_CLONES void sgd_##suffix(const Rows &rows, std::int64_t begin, std::int64_t end,                        \
                                        const Gradient &gradient, const State &momentum, const Sgd &policy,            \
                                        const Rounding &rounding) {                                                    \
-        sgd_block<Exact>(rows, begin, end, gradient, momentum, policy, rounding);                                     \
+        if (!sgd_fused(rows, begin, end, gradient, momentum, policy, rounding))                                       \
+            sgd_block<Exact>(rows, begin, end, gradient, momentum, policy, rounding);                                 \
     }                                                                                                                 \
     HYBRIDPAR_CLONES void adamw_##suffix(const Rows &rows, std::int64_t begin, std::int64_t end,                      \
                                          const Gradient &gradient, const State &first, const State &second,           \
