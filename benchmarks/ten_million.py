@@ -38,8 +38,8 @@ from support.report import table, write_json
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from recipes.insightface.config import PRESETS  # noqa: E402  (the line above finds it)
 from recipes.insightface.metrics import read_metrics  # noqa: E402  (the line above finds it)
+from recipes.insightface.presets import PRESETS  # noqa: E402  (the line above finds it)
 
 PRESET = PRESETS["ten-million"][1]
 _SAVED = re.compile(r"step (\d+): checkpoint .* \(([\d,]+) MB in ([\d.]+) s\)")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hybridpar.checkpoint import files, optimizers, random_state, rows
 from hybridpar.checkpoint.optimizers import Optimizers
@@ -139,7 +140,8 @@ def load(
     path, manifest, skipped = _choose(directory, step, verify, group)
     for reason in skipped if group.rank == 0 else ():
         log.warning("checkpoint skipped: %s; using %s instead", reason, path.name)
-    together(group, lambda: _restore(path, manifest, model, head, optimizer, group))
+    opened = together(group, lambda: _open(path, manifest, model, head, optimizer, group))
+    together(group, lambda: _restore(path, manifest, opened, model, head, group))
     return Checkpoint(manifest["step"], path, manifest["extra"], tuple(skipped))
 
 
@@ -241,11 +243,30 @@ def _candidates(directory: Path, step: int | None) -> list[Path]:
     return list(found.values()) if step is None else [found.get(step, files.step_path(directory, step))]
 
 
-def _restore(
+@dataclass(frozen=True)
+class _Opened:
+    """What was read and found to fit before anything is changed.
+
+    Attributes:
+        names: of all parameters.
+        optimizers: by name.
+        model, replicated, random: what the files hold; None where it is not wanted.
+        places: of this rank's rows.
+    """
+
+    names: dict[Tensor, str]
+    optimizers: Mapping[str, Optimizer]
+    model: dict[str, Tensor] | None
+    replicated: dict[str, Tensor]
+    random: dict[str, Tensor] | None
+    places: rows.Places | None
+
+
+def _open(
     path: Path, manifest: dict[str, Any], model: nn.Module | None, head: ShardedClassifier | None,
     optimizer: Optimizers | None, group: Group,
-) -> None:  # fmt: skip
-    # All that may be refused comes first, so that a refusal leaves everything as it was.
+) -> _Opened:  # fmt: skip
+    """All that may be refused, so that a refusal on any rank leaves everything on all of them as it was."""
     names, named_optimizers = _parameter_names(model, head), optimizers.by_name(optimizer)
     if model is not None:
         _check_model(path, manifest["model"], _shapes(_bare(model).state_dict()))
@@ -253,20 +274,28 @@ def _restore(
         _check_head(path, manifest["head"], head)
     if optimizer is not None:
         optimizers.check(named_optimizers, names, manifest["optimizers"])
-    replicated = load_file(path / "replicated.safetensors")
+    same_ranks = manifest["topology"]["ranks"] == group.size
+    return _Opened(
+        names,
+        named_optimizers,
+        None if model is None else load_file(path / "model.safetensors"),
+        load_file(path / "replicated.safetensors"),
+        load_file(path / _rank_name(group.rank, group.size)) if same_ranks else None,
+        None if head is None else rows.locate_rows(path, manifest["head"]["shards"], head.layout, head.group.rank),
+    )
+
+
+def _restore(
+    path: Path, manifest: dict[str, Any], opened: _Opened, model: nn.Module | None, head: ShardedClassifier | None,
+    group: Group,
+) -> None:  # fmt: skip
+    replicated = opened.replicated
     row_tensors: dict[str, Tensor] = {}
     if head is not None:
-        wanted = rows.row_likes(manifest["head"]["rows"], named_optimizers)
-        if head.class_graph is None or wanted.get(rows.CLASS_GRAPH, ((), None))[0] != head.class_graph.shape[1:]:
-            wanted.pop(rows.CLASS_GRAPH, None)
-        # In place: a second copy of the rows might not fit into memory.
-        own = {name: parameter.detach() for name, parameter in head.named_parameters()}
-        into = own | optimizers.tensors(named_optimizers, names, rows=True)
-        row_tensors = rows.read_rows(path, manifest["head"]["shards"], head.layout, head.group.rank, wanted, into)
-    if model is not None:
-        _bare(model).load_state_dict(load_file(path / "model.safetensors"))
+        row_tensors = _restore_head(path, manifest["head"], opened, head)
+    if model is not None and opened.model is not None:
+        _bare(model).load_state_dict(opened.model)
     if head is not None:
-        head.load_state_dict({name: row_tensors[name] for name in own if row_tensors[name] is not own[name]}, False)
         if manifest["head"]["margin"] == repr(head.margin):
             head.margin_state.copy_(replicated.get("margin_state", head.margin_state))
             if head.draws is not None:
@@ -274,13 +303,27 @@ def _restore(
         elif group.rank == 0:
             log.warning("the checkpoint's margin was %s, it is now %s", manifest["head"]["margin"], head.margin)
         _restore_graph(head, row_tensors.get(rows.CLASS_GRAPH), replicated.get("graph_draw"))
-    if optimizer is not None:
-        optimizers.restore(named_optimizers, names, manifest["optimizers"], replicated, row_tensors)
-    if manifest["topology"]["ranks"] == group.size:
-        random_state.set_random_states(load_file(path / _rank_name(group.rank, group.size)))
+    if opened.optimizers:
+        optimizers.restore(opened.optimizers, opened.names, manifest["optimizers"], replicated, row_tensors)
+    if opened.random is not None:
+        random_state.set_random_states(opened.random)
     elif group.rank == 0:
         saved = manifest["topology"]["ranks"]
         log.info("saved by %d ranks, loaded on %d: random generators are left as they are", saved, group.size)
+
+
+def _restore_head(path: Path, described: dict[str, Any], opened: _Opened, head: ShardedClassifier) -> dict[str, Tensor]:
+    """Rows, in place: a second copy of them might not fit into memory. Returns all that is cut as they are."""
+    head.settle()  # what rows have missed so far is not to be made up for by those that come
+    wanted = rows.row_likes(described["rows"], opened.optimizers)
+    if head.class_graph is None or wanted.get(rows.CLASS_GRAPH, ((), None))[0] != head.class_graph.shape[1:]:
+        wanted.pop(rows.CLASS_GRAPH, None)
+    own = {name: parameter.detach() for name, parameter in head.named_parameters()}
+    into = own | optimizers.tensors(opened.optimizers, opened.names, rows=True)
+    rank, shards = head.group.rank, described["shards"]
+    found = rows.read_rows(path, shards, head.layout, rank, wanted, into, opened.places)
+    head.load_state_dict({name: found[name] for name in own if found[name] is not own[name]}, False)
+    return found
 
 
 def _restore_graph(head: ShardedClassifier, saved: Tensor | None, draw: Tensor | None) -> None:

@@ -16,6 +16,8 @@ CLASS_IDS = "class_ids"
 CLASS_GRAPH = "class_graph"
 _BLOCK = 1 << 16
 
+Places = dict[str, tuple[Tensor, Tensor]]
+
 
 def shard_name(rank: int, size: int) -> str:
     """File name of one shard."""
@@ -29,6 +31,7 @@ def read_rows(
     rank: int,
     like: dict[str, tuple[torch.Size, torch.dtype]],
     into: Mapping[str, Tensor] | None = None,
+    places: Places | None = None,
 ) -> dict[str, Tensor]:
     """The rows that ``layout`` gives to ``rank``, from whichever shards hold them; nothing else is read.
 
@@ -38,7 +41,8 @@ def read_rows(
         like: shape of a row and dtype, for each tensor wanted.
         into: tensors by name, which are filled where they have that shape, as their own dtype demands, so that no
             second one is needed; those on a device, or of another shape, are left alone. Nothing is written before it
-            is known that each class is there.
+            is known that each class of this rank is there.
+        places: what ``locate_rows`` has found, where it was called before.
 
     Returns:
         A tensor [rows of the rank, ...] for each name in ``like``.
@@ -46,7 +50,7 @@ def read_rows(
     Raises:
         ValueError: classes of this rank are in no shard, or in two.
     """
-    places = _places(path, shards, layout, rank)
+    places = locate_rows(path, shards, layout, rank) if places is None else places
     found = {}
     for name, (shape, dtype) in like.items():
         given = None if into is None else into.get(name)
@@ -61,8 +65,8 @@ def read_rows(
     return found
 
 
-def _places(path: Path, shards: Sequence[str], layout: Layout, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Where this rank's rows are in each shard, and which they are."""
+def locate_rows(path: Path, shards: Sequence[str], layout: Layout, rank: int) -> Places:
+    """Where this rank's rows are in each shard, and which they are. Raises as ``read_rows``."""
     places = {}
     times = torch.zeros(layout.rows(rank), dtype=torch.int8)
     for shard in shards:

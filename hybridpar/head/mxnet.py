@@ -64,6 +64,11 @@ class ShardedHead:
     """
 
     def __init__(self, classifier: ShardedClassifier, optimizer: torch.optim.Optimizer) -> None:
+        if classifier.row_optimizer is not None:
+            raise ValueError(
+                "ShardedHead: expected a head whose rows an optimizer of torch steps, got one with "
+                f"{type(classifier.row_optimizer.policy).__name__}; build it without optimizer="
+            )
         self.classifier, self.optimizer = classifier, optimizer
         self._pending: list[_Pending] = []
         optimizer.register_step_pre_hook(lambda *_: self.collect_gradients())

@@ -147,7 +147,7 @@ class HardSampler(_Quota):
             classes that no draw can reach are then missing from the loss.
         search: ``"exact"``, or ``"faiss"``: inverted lists, which look at a part of the classes only and may miss
             neighbours, for graphs that would take too long. Needs ``pip install 'hybridpar[faiss]'``, computes in
-            32 bits on the CPU, and takes some hundred MB on each rank while it builds.
+            32 bits on the CPU, and takes 384 bytes a row and some hundred MB on each rank while it builds.
     """
 
     neighbors: int = 32

@@ -25,12 +25,13 @@ import tyro
 import hybridpar as hp
 from hybridpar.topology import detect
 from recipes.insightface import export
-from recipes.insightface.config import PRESETS, TrainConfig
+from recipes.insightface.config import TrainConfig
 from recipes.insightface.evaluate import Evaluation, format_table, write_report
 from recipes.insightface.inputs import open_data
 from recipes.insightface.learner import BuildLearner, TorchLearner
 from recipes.insightface.metrics import MetricsWriter, read_metrics
 from recipes.insightface.plots import plot_run
+from recipes.insightface.presets import PRESETS
 from recipes.insightface.trainer import Trainer
 from recipes.insightface.verification import raw_pixel_result
 

@@ -197,7 +197,8 @@ class Trainer:
         """Write a checkpoint; where, how large and in what time, as text."""
         began = time.perf_counter()
         path = self.save()
-        megabytes = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+        # Another rank's view of the folder may lag behind, and nobody may fail alone here.
+        megabytes = sum(file.stat().st_size for file in path.iterdir()) / 1e6 if self.chief else 0.0
         return f"{path} ({megabytes:,.0f} MB in {time.perf_counter() - began:.1f} s)"
 
     def _description(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hybridpar as hp
@@ -96,6 +97,30 @@ def test_what_does_not_fit_is_refused_and_leaves_all_as_it_was(what: str, tmp_pa
         assert all(torch.equal(after[name], value) for name, value in before.items())
 
     run_threads(3, work)
+
+
+def test_a_class_that_one_rank_misses_leaves_all_ranks_as_they_were(tmp_path: Path) -> None:
+    """Also the rank that found all of its own."""
+    run_threads(2, _save, tmp_path)
+    (path,) = tmp_path.glob("step-*")
+    shard = path / "head-00001-of-00002.safetensors"
+    tensors = load_file(shard)
+    tensors["class_ids"][-1] = tensors["class_ids"][0]
+    save_file(tensors, shard)
+
+    def work(group: hp.Group) -> Exception:
+        trainee = Trainee(group, Setting())
+        trainee.train(0, 1)
+        before = [value.detach().clone() for value in _parameters(trainee)]
+        with pytest.raises(ValueError, match="expected every class in one shard") as caught:
+            hp.checkpoint.load(
+                tmp_path, model=trainee.backbone, head=trainee.head, optimizer=trainee.optimizer, verify=False,
+                group=group,
+            )  # fmt: skip
+        assert all(torch.equal(one, other) for one, other in zip(_parameters(trainee), before, strict=True))
+        return caught.value
+
+    run_threads(2, work)
 
 
 class _WithExtraState(nn.Linear):

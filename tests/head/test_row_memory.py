@@ -94,6 +94,26 @@ def test_a_checkpoint_is_loaded_into_the_files(tmp_path: Path) -> None:
     assert torch.equal(mine, theirs)
 
 
+def test_going_back_to_a_checkpoint_in_a_head_that_went_on_forgets_what_its_rows_have_missed(tmp_path: Path) -> None:
+    group = hp.Group.alone()
+    head = _head(group, POLICIES[1], None)
+    assert head.row_optimizer is not None
+
+    def train(steps: int) -> None:
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            head(torch.randn(4, 8, generator=generator), torch.arange(4)).backward()
+
+    train(5)
+    hp.checkpoint.save(tmp_path, step=5, head=head, optimizer=head.row_optimizer, group=group)
+    saved = [head.weight.detach().clone(), head.row_optimizer.state[head.weight]["momentum_buffer"].clone()]
+    train(5)
+    hp.checkpoint.load(tmp_path, head=head, optimizer=head.row_optimizer, group=group)
+    head.settle()
+    found = [head.weight.detach(), head.row_optimizer.state[head.weight]["momentum_buffer"]]
+    assert all(torch.equal(one, other) for one, other in zip(found, saved, strict=True))
+
+
 def test_a_full_disk_is_told_to_every_rank_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

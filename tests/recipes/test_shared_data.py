@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from recipes.insightface import train
-from recipes.insightface.config import PRESETS, TrainConfig
+from recipes.insightface.config import TrainConfig
+from recipes.insightface.presets import PRESETS
 from tests.recipes.data.shared import SHARED, needs_shared
 
 RECORDS = SHARED / "omniglot_rec"

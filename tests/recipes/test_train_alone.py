@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from recipes.insightface import evaluate, train, trainer
 from recipes.insightface.config import (
-    PRESETS,
     DataConfig,
     HeadConfig,
     ModelConfig,
@@ -27,6 +26,7 @@ from recipes.insightface.config import (
 )
 from recipes.insightface.data import write_bin
 from recipes.insightface.data.decode import encode_png
+from recipes.insightface.presets import PRESETS
 from recipes.insightface.trained import load_backbone
 
 
@@ -198,6 +198,8 @@ def test_what_a_head_with_an_optimizer_of_its_own_cannot_do_is_refused(
         HeadConfig(sample_rate=0)
     with pytest.raises(ValueError, match=r"head.hard_share: expected a share in \[0, 1\], and 0 where all classes"):
         HeadConfig(hard_share=0.5)
+    with pytest.raises(ValueError, match=r"head.state bfloat16, head.state-dir: expected --head.optimizer sgd, adamw"):
+        HeadConfig(state="bfloat16", state_dir=tmp_path)
 
 
 def test_steps_with_non_finite_features_are_skipped_and_ten_in_a_row_end_the_run(

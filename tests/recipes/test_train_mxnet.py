@@ -46,7 +46,7 @@ import torch
 from recipes.insightface.gluon.backbone import GluonBackbone, TorchFace
 import mxnet as mx
 from hybridpar.comm.mxnet.arrays import from_torch
-from recipes.insightface.config import PRESETS
+from recipes.insightface.presets import PRESETS
 from recipes.insightface.models import build_model
 
 config = PRESETS["glyphs"][1]
@@ -174,7 +174,8 @@ REFUSED = """
 import dataclasses
 import torch
 import hybridpar as hp
-from recipes.insightface.config import PRESETS, GradientsConfig, OptimizerConfig
+from recipes.insightface.config import GradientsConfig, OptimizerConfig
+from recipes.insightface.presets import PRESETS
 from recipes.insightface.gluon import backbone, learner
 from recipes.insightface.inputs import Batch
 

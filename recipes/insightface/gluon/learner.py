@@ -177,6 +177,7 @@ def check_supported(config: TrainConfig) -> None:
         "--model.sync-batch-norm": config.model.sync_batch_norm,
         "--optimizer.name adamw": config.optimizer.name != "sgd",
         "--precision bfloat16": config.precision != "float32",
+        "--head.optimizer other than shared": config.head.optimizer != "shared",
         "--gradients options but wire and interfaces": others != GradientsConfig(),
     }
     asked = [option for option, wanted in only_there.items() if wanted]
