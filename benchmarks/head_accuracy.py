@@ -1,9 +1,9 @@
 """What samplers and low precision of the head cost in accuracy: the recipe's presets, verified on unseen identities.
 
-    python benchmarks/head_accuracy.py [--epochs 8] [--seeds 0 1 2] [--records FOLDER] [--json FILE]
+    python benchmarks/head_accuracy.py [--presets glyphs characters] [--records FOLDER] [--epochs 8] [--seeds 0 1 2]
 
 Each case is a run of `torchrun -m recipes.insightface.train` on two ranks, with gradients that are not clipped, because
-rows that step in the backward pass cannot be. `--records` adds the preset characters on a record set of gray
+rows that step in the backward pass cannot be. The preset characters trains on `--records`, a record set of gray
 characters. Columns: accuracy of verification in percent, mean over seeds and the least and largest; the difference of
 the mean to the exact head's; mean seconds of a run.
 """
@@ -87,15 +87,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=float, default=8.0, help="of glyphs; of characters four times as many")
-    parser.add_argument("--records", type=Path, help="folder of a record set with a .bin of pairs")
+    parser.add_argument("--presets", nargs="+", choices=["glyphs", "characters"], default=["glyphs"])
+    parser.add_argument("--records", type=Path, help="of characters: folder of a record set with a .bin of pairs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result there, besides the table")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if "characters" in options.presets and options.records is None:
+        parser.error("--presets characters: expected --records, the folder of a record set, got none")
+    return options
 
 
 def main() -> None:
     options = parse()
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for preset in ["glyphs", *(["characters"] if options.records else [])]:
+    for preset in options.presets:
         for seed in options.seeds:
             for case in options.cases:
                 found.setdefault((preset, case), []).append(run(preset, case, seed, options))

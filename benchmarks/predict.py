@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.launch import run_ranks
+from support.launch import available_memory, run_ranks
 from support.report import table, write_json
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -128,6 +128,10 @@ def main() -> None:
     options = parse()
     if options.result:
         run_as_rank(options)
+        return
+    needed = 2 * options.embedding * options.classes + options.ranks * 500_000_000
+    if needed > available_memory():
+        print(f"skipped: {needed / 1e9:.0f} GB needed, {available_memory() / 1e9:.0f} GB free; give fewer --classes")
         return
     arguments: list[str] = []
     for name in ("classes", "embedding", "queries", "k", "dtype", "repeats"):

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.launch import available_memory
 from support.report import table, write_json
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +43,7 @@ from recipes.insightface.metrics import read_metrics  # noqa: E402  (the line ab
 from recipes.insightface.presets import PRESETS  # noqa: E402  (the line above finds it)
 
 PRESET = PRESETS["ten-million"][1]
+_BESIDE = 700_000_000  # bytes of a rank beside its rows
 _SAVED = re.compile(r"step (\d+): checkpoint .* \(([\d,]+) MB in ([\d.]+) s\)")
 
 
@@ -133,10 +135,15 @@ def _steps(out: Path) -> list[dict[str, Any]]:
     return [record for record in read_metrics(out) if "loss" in record] if (out / "metrics.jsonl").exists() else []
 
 
+def rows_bytes(options: argparse.Namespace) -> int:
+    """What one rank cannot do without: bfloat16 rows and momentum."""
+    return 2 * 2 * PRESET.model.embedding_size * -(-options.identities // options.ranks)
+
+
 def row_of(name: str, run: Run, steps: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, object]:
     if run.started is None or not steps:
         raise RuntimeError(f"{name}: the run made no step:\n" + "\n".join(run.output[-30:]))
-    rows = 2 * 2 * PRESET.model.embedding_size * -(-options.identities // options.ranks)  # bfloat16, and momentum
+    rows = rows_bytes(options)
     seconds = [PRESET.batch / record["samples_per_second"] for record in steps[2:] or steps]
     losses = [record["loss"] for record in steps]
     saved = next((match for line in run.output if (match := _SAVED.search(line))), None)
@@ -171,6 +178,15 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    needed, free = options.ranks * (rows_bytes(options) + _BESIDE), available_memory()
+    disk = shutil.disk_usage(options.out or tempfile.gettempdir()).free
+    if needed > free or 2.1 * options.ranks * rows_bytes(options) > disk:
+        print(
+            f"skipped: {options.identities:,} identities need {needed / 1e9:.0f} GB of memory and room for two "
+            f"checkpoints of {options.ranks * rows_bytes(options) / 1e9:.0f} GB, there are {free / 1e9:.0f} and "
+            f"{disk / 1e9:.0f} GB; give fewer --identities, or --out"
+        )
+        return
     folder = Path(tempfile.mkdtemp(prefix="ten-million-", dir=options.out))
     usual = ["--steps", str(options.steps), "--run.checkpoint-every", str(options.checkpoint_every)]
     rows = []
