@@ -76,10 +76,11 @@ ENDS_WITH_JOBS = """
 import atexit, threading, time
 from hybridpar.comm.worker import Worker
 
-ends = threading.Event()
+begun, ends = threading.Event(), threading.Event()
 atexit.register(ends.set)
 
 def job():
+    begun.set()
     ends.wait()
     time.sleep(0.5)
     print("the job's end", flush=True)
@@ -90,6 +91,7 @@ def next_job():
 worker = Worker("test-exit")
 worker.submit(job)
 worker.submit(next_job)
+begun.wait()
 raise KeyError("this rank fails")
 """
 
