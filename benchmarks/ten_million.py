@@ -39,7 +39,7 @@ from support.report import table, write_json
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from recipes.insightface.metrics import read_metrics  # noqa: E402  (the line above finds it)
+from recipes.common.metrics import read_metrics  # noqa: E402  (the line above finds it)
 from recipes.insightface.presets import PRESETS  # noqa: E402  (the line above finds it)
 
 PRESET = PRESETS["ten-million"][1]

@@ -33,6 +33,7 @@ from hybridpar.head.margins import (
 from hybridpar.head.replicated import ReplicatedClassifier
 from hybridpar.head.row_optimizers import RowAdagrad, RowAdamW, RowOptimizer, RowPolicy, RowSGD
 from hybridpar.head.samplers import Drawn, HardSampler, Sampler, UniformSampler
+from hybridpar.lamb import Lamb
 from hybridpar.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "GlobalOrder",
     "Group",
     "HardSampler",
+    "Lamb",
     "MagFace",
     "Margin",
     "NoTimeline",

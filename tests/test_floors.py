@@ -21,6 +21,7 @@ FLOORS: list[list[list[str]]] = [
         ["hybridpar.estimate"],
         ["hybridpar.parallelize"],
         ["hybridpar.grad_norm"],
+        ["hybridpar.lamb"],
         ["hybridpar.kvstore"],
         ["hybridpar.mxnet"],
         ["hybridpar.horovod"],

@@ -22,11 +22,12 @@ import torch
 import tyro
 from torch import nn
 
+from recipes.common.checkpoints import run_of
 from recipes.insightface.data.bin_pairs import load_bin, load_pair_list
 from recipes.insightface.data.glyphs import glyph_datasets
 from recipes.insightface.data.pairs import VerificationPairs
 from recipes.insightface.plots import plot_roc
-from recipes.insightface.trained import TrainedBackbone, load_backbone, run_of
+from recipes.insightface.trained import TrainedBackbone, load_backbone
 from recipes.insightface.verification import FALSE_ACCEPT_RATES, VerificationResult, embed, raw_pixel_result, verify
 
 REPORT_FILE = "evaluation.json"

@@ -26,7 +26,8 @@ from safetensors import safe_open
 from torch import nn
 from torch.nn import functional
 
-from recipes.insightface.trained import find_checkpoint, load_backbone
+from recipes.common.checkpoints import find_checkpoint
+from recipes.insightface.trained import load_backbone
 from recipes.insightface.verification import evaluating
 
 Centers = np.memmap[tuple[int, int], np.dtype[np.float32]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import hybridpar as hp
+from recipes.common.optimizers import options_kept, set_learning_rate
 from recipes.insightface.config import OptimizerConfig, TrainConfig
 from recipes.insightface.inputs import Batch
 from recipes.insightface.recognizer import build_recognizer
@@ -98,9 +99,7 @@ class TorchLearner(Learner):
             self.optimizers["rows"] = self.recognizer.head.row_optimizer
 
     def step(self, micro_batches: Iterable[Batch], learning_rate: float) -> StepResult:
-        for optimizer in self.optimizers.values():
-            for parameters in optimizer.param_groups:
-                parameters["lr"] = learning_rate
+        set_learning_rate(self.optimizers.values(), learning_rate)
         self.optimizer.zero_grad()
         clip = self._config.optimizer.clip or math.inf
         with self.recognizer.buffers_kept_on_error():
@@ -118,7 +117,7 @@ class TorchLearner(Learner):
             synchronised = contextlib.nullcontext() if number == count else self.recognizer.no_sync()
             with synchronised:
                 with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=bfloat16):
-                    loss = self.recognizer.loss(self._on_device(batch.images), batch.labels.to(self._device))
+                    loss = self.recognizer.loss(batch.labels.to(self._device), self._on_device(batch.images))
                 (loss / count).backward()
             total += loss.detach() / count
         return total
@@ -146,9 +145,7 @@ class TorchLearner(Learner):
         )
 
     def load(self, directory: Path) -> hp.checkpoint.Checkpoint:
-        with contextlib.ExitStack() as kept:
-            for optimizer in self.optimizers.values():
-                kept.enter_context(options_kept(optimizer))
+        with options_kept(self.optimizers.values()):
             return hp.checkpoint.load(
                 directory,
                 model=self.recognizer.backbone,
@@ -165,16 +162,3 @@ def build_optimizer(config: OptimizerConfig, parameters: list[torch.nn.Parameter
     return torch.optim.SGD(
         parameters, lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
     )
-
-
-@contextlib.contextmanager
-def options_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Loading a checkpoint inside does not change the optimizer's options, such as its weight decay.
-
-    How many steps the optimizer of rows has made is no option.
-    """
-    no_options = ("params", "steps")
-    options = [{k: v for k, v in each.items() if k not in no_options} for each in optimizer.param_groups]
-    yield
-    for each, mine in zip(optimizer.param_groups, options, strict=True):
-        each.update(mine)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from recipes.common.config import RunConfig
 from recipes.insightface.config import (
     DataConfig,
     HeadConfig,
     ModelConfig,
     OptimizerConfig,
-    RunConfig,
     TrainConfig,
 )
 from recipes.insightface.data import FACE_POLICY, GLYPH_POLICY, AugmentPolicy

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from recipes.insightface.metrics import read_metrics
+from recipes.common.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = Path(sys.executable).parent / "torchrun"

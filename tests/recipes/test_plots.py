@@ -10,9 +10,10 @@ import torch
 from PIL import Image
 from scipy.ndimage import gaussian_filter1d
 
+from recipes.common.metrics import Record
+from recipes.common.plots import plot_loss, plot_throughput, smoothed
 from recipes.insightface.data.pairs import VerificationPairs
-from recipes.insightface.metrics import Record
-from recipes.insightface.plots import plot_accuracy, plot_loss, plot_roc, plot_run, plot_throughput, smoothed
+from recipes.insightface.plots import plot_accuracy, plot_roc, plot_run
 from recipes.insightface.verification import VerificationResult, verify
 
 

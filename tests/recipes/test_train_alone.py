@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipes.insightface import evaluate, train, trainer
+from recipes.common.config import RunConfig
+from recipes.insightface import evaluate, train
 from recipes.insightface.config import (
     DataConfig,
     HeadConfig,
     ModelConfig,
     OptimizerConfig,
-    RunConfig,
     TrainConfig,
 )
 from recipes.insightface.data import write_bin
@@ -225,26 +225,3 @@ def test_steps_with_non_finite_features_are_skipped_and_ten_in_a_row_end_the_run
     with pytest.raises(ArithmeticError, match="features must be finite"):
         train.main(_config(tmp_path / "all", steps=40))
     assert len(calls) == 10
-
-
-@pytest.mark.parametrize("schedule", ["polynomial", "cosine", "constant"])
-def test_learning_rates_rise_over_the_warm_up_and_fall_to_nothing(schedule: str) -> None:
-    config = OptimizerConfig(learning_rate=0.4, schedule=schedule, warmup=0.1)  # type: ignore[arg-type]
-    rates = [trainer.learning_rate(config, step, 200) for step in range(200)]
-    assert rates[0] == pytest.approx(0.4 / 20)
-    assert max(rates) == pytest.approx(0.4)
-    assert rates[19] == pytest.approx(0.4)
-    assert rates[20:] == sorted(rates[20:], reverse=True)
-    assert rates[-1] == (0.4 if schedule == "constant" else pytest.approx(0.0, abs=1e-3))
-    # PyTorch's own schedulers agree after the warm-up.
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
-    schedulers = {
-        "polynomial": lambda: torch.optim.lr_scheduler.PolynomialLR(optimizer, 180, power=2.0),
-        "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 180),
-        "constant": lambda: torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
-    }
-    scheduler = schedulers[schedule]()
-    for rate in rates[20:]:
-        assert rate == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
-        optimizer.step()
-        scheduler.step()

@@ -174,7 +174,8 @@ REFUSED = """
 import dataclasses
 import torch
 import hybridpar as hp
-from recipes.insightface.config import GradientsConfig, OptimizerConfig
+from recipes.common.config import GradientsConfig
+from recipes.insightface.config import OptimizerConfig
 from recipes.insightface.presets import PRESETS
 from recipes.insightface.gluon import backbone, learner
 from recipes.insightface.inputs import Batch

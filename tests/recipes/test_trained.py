@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hybridpar as hp
+from recipes.common.checkpoints import find_checkpoint, run_of
 from recipes.insightface.export import export_class_centers
 from recipes.insightface.models import build_model
-from recipes.insightface.trained import find_checkpoint, load_backbone, run_of
+from recipes.insightface.trained import load_backbone
 from tests.recipes.checkpoint_files import write_checkpoint
 
 

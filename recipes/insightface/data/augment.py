@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipes.insightface.data.hashing import bell, hash_counters, uniform
+from recipes.common.hashing import bell, hash_counters, uniform
 
 
 @dataclass(frozen=True)

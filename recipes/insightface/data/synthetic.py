@@ -7,9 +7,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from recipes.common.hashing import bell, hash_counters
 from recipes.insightface.data.dataset import Batch, IdentityDataset, Indices, checked_indices
 from recipes.insightface.data.decode import check_image_shape
-from recipes.insightface.data.hashing import bell, hash_counters
 
 _WAVES = 6
 _IDENTITY_STREAM, _IMAGE_STREAM, _TABLE_STREAM = 1, 2, 3

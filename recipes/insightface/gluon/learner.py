@@ -20,10 +20,12 @@ import mxnet as mx
 
 from hybridpar.comm.mxnet.arrays import from_torch
 from hybridpar.head.mxnet import ShardedHead
-from recipes.insightface.config import GradientsConfig, TrainConfig
+from recipes.common.config import GradientsConfig
+from recipes.common.optimizers import options_kept
+from recipes.insightface.config import TrainConfig
 from recipes.insightface.gluon.backbone import GluonBackbone, TorchFace, view
 from recipes.insightface.inputs import Batch
-from recipes.insightface.learner import Learner, StepResult, Timelines, build_optimizer, options_kept
+from recipes.insightface.learner import Learner, StepResult, Timelines, build_optimizer
 from recipes.insightface.recognizer import build_head
 from recipes.insightface.verification import embed
 
@@ -127,7 +129,7 @@ class GluonLearner(Learner):
     def load(self, directory: Path) -> hp.checkpoint.Checkpoint:
         model = copy.deepcopy(self.backbone.torch_model(0))  # memory of its own: MXNet does not see what torch writes
         momenta = MomentumOfGluon(list(model.parameters()))
-        with options_kept(self.head.optimizer):
+        with options_kept([self.head.optimizer]):
             found = hp.checkpoint.load(
                 directory,
                 model=model,

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recipes.common.hashing import bell, hash_counters, uniform
 from recipes.insightface.data import FACE_POLICY, GLYPH_POLICY, AugmentPolicy, augment, normalize
-from recipes.insightface.data.hashing import bell, hash_counters, uniform
 
 EVERYTHING = AugmentPolicy(
     shift=0.1, rotate=20, scale=0.2, shear=0.2, flip=0.5, brightness=0.1, contrast=0.2, noise=0.05, erase=0.5

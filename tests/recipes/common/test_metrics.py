@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from recipes.insightface.metrics import MetricsWriter, read_metrics, series
+from recipes.common.metrics import MetricsWriter, read_metrics, series
 
 
 def write_steps(directory: Path, steps: range, *, resumed_step: int = 0, offset: float = 0.0) -> None:

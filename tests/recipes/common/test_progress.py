@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from recipes.insightface.progress import Progress
+from recipes.common.progress import Progress
 
 
 class Terminal(io.StringIO):
