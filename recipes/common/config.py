@@ -181,13 +181,13 @@ def check_warmup(warmup: float) -> None:
         raise ValueError(f"optimizer.warmup: expected a share in [0, 1), got {warmup}")
 
 
-def check_own_optimizer(rows: RowsConfig, mode: str, accumulate: int, clip: float) -> None:
-    """Raises ValueError for what does not go with rows that step in each backward pass."""
+def check_own_optimizer(rows: RowsConfig, mode: str, clip: float) -> None:
+    """Raises ValueError for what does not go with rows that step in the backward pass."""
     if rows.optimizer == "shared":
         return
-    wrong = {"--mode hybrid": mode != "hybrid", "--accumulate 1": accumulate != 1, "--optimizer.clip 0": clip != 0}
+    wrong = {"--mode hybrid": mode != "hybrid", "--optimizer.clip 0": clip != 0}
     if needed := [option for option, bad in wrong.items() if bad]:
         raise ValueError(
             f"head.optimizer {rows.optimizer}: expected {', '.join(needed)} with it, because "
-            "rows step in every backward pass; or give --head.optimizer shared"
+            "rows step in the backward pass; or give --head.optimizer shared"
         )

@@ -166,7 +166,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_lengths(self.batch, self.accumulate, self.steps, self.epochs)
         check_warmup(self.optimizer.warmup)
-        check_own_optimizer(self.head, self.mode, self.accumulate, self.optimizer.clip)
+        check_own_optimizer(self.head, self.mode, self.optimizer.clip)
 
 
 def glyph_options(config: TrainConfig) -> dict[str, Any]:
