@@ -9,6 +9,7 @@ rows          the same, and the rows step in the backward pass (hp.RowSGD)
 rows bf16     the same, with products in bfloat16
 bf16 rows     the same, with rows and momentum in bfloat16
 rate 0.1      as rows bf16, and a tenth of the classes takes part in a step (hp.UniformSampler)
+bf16 rate 0.1 the same, with rows and momentum in bfloat16
 data          the same head whole on every rank (hp.ReplicatedClassifier), with the backbone under hp.DataParallel
 dense logits  the usual model-parallel head (peers/dense_logits.py): rows cut by class, all logits in memory, autograd
 dense 0.1     the same, and a tenth of the classes takes part in a step; their gradient is that of all rows
@@ -22,9 +23,10 @@ The backbone is one D x D linear layer, so that the head dominates. Every case r
 take turns for a number of rounds. Columns: seconds a step, from barrier to barrier with the optimizer, and the
 processor time of rank 0 in it, medians over all steps after warm-up; peak resident memory of the rank that needed
 most; what of that is not rows, gradient and momentum of the classes that a rank holds (there is no gradient where rows
-step in the backward pass); time and memory over those of hybrid. A case whose estimated memory the machine does not
-have is not started. The losses of all cases must agree, but for those of a sample, or the benchmark fails: the same
-work.
+step in the backward pass); what the same process had at most of that when it had made one step of one linear layer with
+torch.optim, before there was a head: Python, PyTorch, and what is imported; the rest, which is the head's and its
+communicators'; time and memory over those of hybrid. A case whose estimated memory the machine does not have is not
+started. The losses of all cases must agree, but for those of a sample, or the benchmark fails: the same work.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.bare_torch import bare_step
 from support.head_cases import CASES, PROCESS_BYTES, Case, Model, Work
 from support.head_floor import FLOOR_BYTES, floor_seconds
 from support.launch import MIB, CaseError, available_memory, peak_memory, run_ranks
@@ -88,7 +91,8 @@ def run_floor(work: Work, result: Path) -> None:
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
         found = [float(slowest)]
-        write_json(result, {"seconds": found, "processor seconds": found, "losses": [], "peak": peak_memory()})
+        memory = {"peak": peak_memory(), "bare": 0}
+        write_json(result, {"seconds": found, "processor seconds": found, "losses": [], **memory})
     dist.barrier()
     os._exit(0)
 
@@ -96,13 +100,15 @@ def run_floor(work: Work, result: Path) -> None:
 def run_as_rank(case: Case, work: Work, result: Path) -> None:
     """What every rank of a case does."""
     dist.init_process_group("gloo")
+    bare_step(work.embedding)
+    bare = peak_memory()
     torch.manual_seed(0)
     model = case.build(work, nn.Linear(work.embedding, work.embedding, bias=False))
     trained = train(work, model)
-    peak = torch.tensor(peak_memory())
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    most = torch.tensor([peak_memory(), bare])
+    dist.all_reduce(most, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
-        write_json(result, {**trained, "peak": int(peak)})
+        write_json(result, {**trained, "peak": int(most[0]), "bare": int(most[1])})
     dist.barrier()
     # Not through the interpreter's end: gloo's threads abort some processes there, whose work is done.
     os._exit(0)
@@ -114,7 +120,7 @@ def measure(work: Work, options: argparse.Namespace) -> list[dict[str, Any]]:
     for name in options.cases:
         estimate = PROCESS_BYTES + FLOOR_BYTES if name == FLOOR else CASES[name].estimate(work, options.ranks)
         found[name] = {
-            "case": name, "estimate": estimate, "problem": None, "peak": 0,
+            "case": name, "estimate": estimate, "problem": None, "peak": 0, "bare": 0,
             "seconds": [], "processor seconds": [], "losses": [],
         }  # fmt: skip
         free = available_memory() - RESERVE_BYTES
@@ -138,7 +144,8 @@ def measure(work: Work, options: argparse.Namespace) -> list[dict[str, Any]]:
                 continue
             entry["seconds"] += got["seconds"]
             entry["processor seconds"] += got["processor seconds"]
-            entry["losses"], entry["peak"] = got["losses"], max(entry["peak"], got["peak"])
+            entry["losses"] = got["losses"]
+            entry |= {name: max(entry[name], got[name]) for name in ("peak", "bare")}
     check_same_losses(list(found.values()))
     return list(found.values())
 
@@ -161,19 +168,28 @@ def summary(work: Work, entries: Sequence[dict[str, Any]], ranks: int) -> list[d
     """Rows of the table."""
     medians = {entry["case"]: statistics.median(entry["seconds"]) for entry in entries if entry["problem"] is None}
     peaks = {entry["case"]: entry["peak"] / MIB for entry in entries}
-    columns = ["s / step", "CPU s / step", "peak MiB", "beyond rows MiB", "time / hybrid", "memory / hybrid"]
+    memory = ["peak MiB", "beyond rows MiB", "bare MiB", "head MiB"]
+    columns = ["s / step", "CPU s / step", *memory, "time / hybrid", "memory / hybrid"]
     rows: list[dict[str, object]] = []
     for entry in entries:
         name = entry["case"]
         cells = [entry["problem"].split(":")[0], "", f"est. {entry['estimate'] / MIB:,.0f}"] if entry["problem"] else [
             f"{medians[name]:.4f}", f"{statistics.median(entry['processor seconds']):.4f}", f"{peaks[name]:,.0f}",
-            "" if name == FLOOR else f"{peaks[name] - own_bytes(name, work, ranks) / MIB:,.0f}",
+            *beyond(entry, work, ranks),
         ]  # fmt: skip
         if "hybrid" in medians and name in medians:
             cells += [f"{medians[name] / medians['hybrid']:.2f}", f"{peaks[name] / peaks['hybrid']:.2f}"]
         cells += [""] * (len(columns) - len(cells))
         rows.append({"classes": f"{work.classes:,}", "case": name, **dict(zip(columns, cells, strict=True))})
     return rows
+
+
+def beyond(entry: dict[str, Any], work: Work, ranks: int) -> list[str]:
+    """MiB beyond what a rank cannot do without, and of that the process's without a head, and the head's."""
+    if entry["case"] == FLOOR:
+        return ["", "", ""]
+    all_of_it, bare = entry["peak"] - own_bytes(entry["case"], work, ranks), entry["bare"]
+    return [f"{value / MIB:,.0f}" for value in (all_of_it, bare, all_of_it - bare)]
 
 
 def own_bytes(case: str, work: Work, ranks: int) -> float:

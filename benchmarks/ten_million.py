@@ -9,9 +9,10 @@ resumed    the same command again: goes on from the checkpoint before that, to t
 exact      a few steps of which all classes are part
 
 Columns: seconds from the start of the ranks until the first step begins, with building or loading the head; seconds a
-step, median; GB of rows and state of one rank; MB that one rank took at most beyond those, with Python and PyTorch,
-which take some 300 MB by themselves: memory that is the rank's own or shared, looked at twenty times a second; size of
-a checkpoint, and seconds that writing it took, with a sha256 of all of it; mean loss of the first and last ten steps.
+step, median; GB of rows and state of one rank; MB that one rank took at most beyond those: memory that is the rank's
+own or shared, looked at twenty times a second; what of these MB a process takes that does nothing but one step of one
+linear layer with torch.optim; size of a checkpoint, and seconds that writing it took, with a sha256 of all of it; mean
+loss of the first and last ten steps.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.bare_torch import own_memory
 from support.launch import available_memory
 from support.report import table, write_json
 
@@ -75,9 +77,7 @@ class Run:
         """At the memory of its ranks."""
         for rank in self.ranks():
             with contextlib.suppress(OSError):
-                status = Path(f"/proc/{rank}/status").read_text()
-                held = re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", status, re.MULTILINE)
-                self.peak = max(self.peak, 1024 * sum(map(int, held)))
+                self.peak = max(self.peak, own_memory(rank))
 
     def ranks(self) -> list[int]:
         """Processes of the ranks."""
@@ -140,6 +140,13 @@ def rows_bytes(options: argparse.Namespace) -> int:
     return 2 * 2 * PRESET.model.embedding_size * -(-options.identities // options.ranks)
 
 
+def bare_memory() -> int:
+    """Bytes of a process that does nothing but one step of one linear layer."""
+    command = [sys.executable, str(Path(__file__).parent / "support" / "bare_torch.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+
+
 def row_of(name: str, run: Run, steps: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, object]:
     if run.started is None or not steps:
         raise RuntimeError(f"{name}: the run made no step:\n" + "\n".join(run.output[-30:]))
@@ -154,6 +161,7 @@ def row_of(name: str, run: Run, steps: Sequence[dict[str, Any]], options: argpar
         "s a step": f"{statistics.median(seconds):.3f}",
         "rows GB": f"{rows / 1e9:.2f}",
         "beyond MB": f"{(run.peak - rows) / 1e6:.0f}",
+        "bare MB": f"{bare_memory() / 1e6:.0f}",
         "saved MB": saved.group(2) if saved else "",
         "saving s": saved.group(3) if saved else "",
         "first losses": f"{statistics.mean(losses[:10]):.2f}",

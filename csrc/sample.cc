@@ -85,20 +85,26 @@ void sort(std::vector<std::int64_t> &numbers, std::int64_t bound) {
     }
 }
 
+// Of the numbers in [0, size), in no order (Floyd's method).
+std::vector<std::int64_t> some_of(std::int64_t size, std::int64_t count, std::uint64_t seed) {
+    Random random(mixed(seed));
+    Set seen(count);
+    std::vector<std::int64_t> drawn(static_cast<std::size_t>(count));
+    for (std::int64_t i = 0; i < count; ++i) {
+        const std::int64_t last = size - count + i;
+        const auto number = static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(last) + 1));
+        drawn[static_cast<std::size_t>(i)] = seen.insert(number) ? number : (seen.insert(last), last);
+    }
+    return drawn;
+}
+
 } // namespace
 
 void draw_with(const std::int64_t *kept, std::int64_t kept_count, std::int64_t size, std::int64_t count,
                std::uint64_t seed, std::int64_t *result) {
     // First places among the numbers that are not kept.
     const std::int64_t rest = size - kept_count;
-    Random random(mixed(seed));
-    Set seen(count);
-    std::vector<std::int64_t> drawn(static_cast<std::size_t>(count));
-    for (std::int64_t i = 0; i < count; ++i) {
-        const std::int64_t last = rest - count + i;
-        const auto number = static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(last) + 1));
-        drawn[static_cast<std::size_t>(i)] = seen.insert(number) ? number : (seen.insert(last), last);
-    }
+    std::vector<std::int64_t> drawn = some_of(rest, count, seed);
     sort(drawn, rest);
     // The place of a number that is not kept grows by the number of kept ones before it.
     std::int64_t before = 0;

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.support import gradients
 from benchmarks.support.hosts import sent_bytes
+from benchmarks.support.memory_limit import NoControlGroupsError, limited_memory
 from benchmarks.support.ready_gradients import ReadyGradients
 
 
@@ -66,3 +70,20 @@ def test_sent_bytes_are_those_of_the_interfaces_but_loopback() -> None:
     assert set(sent_bytes()) == interfaces
     for name, count in sent_bytes().items():
         assert count <= int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
+
+
+def test_a_program_that_needs_more_than_the_limit_is_killed_and_the_group_is_gone_afterwards() -> None:
+    def exit_status(mebibytes: int) -> int:
+        command = [sys.executable, "-c", f"print(len(bytes(range(256)) * {mebibytes << 12}))"]
+        return subprocess.run(group.command(command), stdout=subprocess.DEVNULL, check=False).returncode
+
+    try:
+        with limited_memory(96 << 20) as group:
+            assert (exit_status(16), exit_status(256)) == (0, -signal.SIGKILL)
+            assert group.peak is None or 16 << 20 < group.peak <= 96 << 20
+            left = subprocess.Popen(group.command(["sh", "-c", "echo; exec sleep 60"]), stdout=subprocess.PIPE)
+            assert left.stdout is not None and left.stdout.readline() == b"\n"  # it is in the group by now
+    except NoControlGroupsError as error:
+        pytest.skip(str(error))
+    assert left.wait(10) == -signal.SIGKILL
+    assert not group.folder.exists()

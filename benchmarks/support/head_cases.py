@@ -81,13 +81,17 @@ def rows_step_bf16(work: Work, backbone: nn.Module) -> Model:
     return rows_step(work, backbone, compute_dtype=torch.bfloat16)
 
 
-def half_rows_step(work: Work, backbone: nn.Module) -> Model:
+def half_rows_step(work: Work, backbone: nn.Module, **options: Any) -> Model:
     policy = hp.RowSGD(work.lr, momentum=work.momentum, state_dtype=torch.bfloat16)
-    return hybrid(work, backbone, optimizer=policy, dtype=torch.bfloat16)
+    return hybrid(work, backbone, optimizer=policy, dtype=torch.bfloat16, **options)
 
 
 def rows_step_sampled(work: Work, backbone: nn.Module) -> Model:
     return rows_step(work, backbone, compute_dtype=torch.bfloat16, sampler=hp.UniformSampler(rate=0.1))
+
+
+def half_rows_step_sampled(work: Work, backbone: nn.Module) -> Model:
+    return half_rows_step(work, backbone, sampler=hp.UniformSampler(rate=0.1))
 
 
 def data(work: Work, backbone: nn.Module) -> Model:
@@ -185,6 +189,7 @@ CASES = {
     "rows bf16": Case(rows_step_bf16, cut=True, row_copies=2, logits_copies=1, own_rows=2, tolerance=1e-2),
     "bf16 rows": Case(half_rows_step, cut=True, row_copies=1, logits_copies=1, own_rows=1, tolerance=1e-2),
     "rate 0.1": Case(rows_step_sampled, cut=True, row_copies=2, logits_copies=1, own_rows=2, tolerance=None),
+    "bf16 rate 0.1": Case(half_rows_step_sampled, cut=True, row_copies=1, logits_copies=1, own_rows=1, tolerance=None),
     # And the bucket in which the gradient travels. It lies in shared memory: each rank's resident memory counts pages
     # of the other ranks' buckets too, the machine holds them once.
     "data": Case(data, cut=False, row_copies=4, logits_copies=0),

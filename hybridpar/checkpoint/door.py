@@ -143,7 +143,7 @@ def load(
     for reason in skipped if group.rank == 0 else ():
         log.warning("checkpoint skipped: %s; using %s instead", reason, path.name)
     opened = together(group, lambda: _open(path, manifest, model, head, optimizer, random_generators, group))
-    together(group, lambda: _restore(path, manifest, opened, model, head, group))
+    together(group, lambda: _restore(manifest, opened, model, head, group))
     return Checkpoint(manifest["step"], path, manifest["extra"], tuple(skipped))
 
 
@@ -253,7 +253,7 @@ class _Opened:
         names: of all parameters.
         optimizers: by name.
         model, replicated, random: what the files hold; None where it is not wanted.
-        places: of this rank's rows.
+        rows: this rank's, in the shards.
     """
 
     names: dict[Tensor, str]
@@ -261,7 +261,7 @@ class _Opened:
     model: dict[str, Tensor] | None
     replicated: dict[str, Tensor]
     random: dict[str, Tensor] | None
-    places: rows.Places | None
+    rows: rows.RowFiles | None
 
 
 def _open(
@@ -286,18 +286,17 @@ def _open(
         None if model is None else load_file(path / "model.safetensors"),
         load_file(path / "replicated.safetensors"),
         load_file(path / _rank_name(group.rank, group.size)) if random_generators else None,
-        None if head is None else rows.locate_rows(path, manifest["head"]["shards"], head.layout, head.group.rank),
+        None if head is None else rows.RowFiles(path, manifest["head"]["shards"], head.layout, head.group.rank),
     )
 
 
 def _restore(
-    path: Path, manifest: dict[str, Any], opened: _Opened, model: nn.Module | None, head: ShardedClassifier | None,
-    group: Group,
-) -> None:  # fmt: skip
+    manifest: dict[str, Any], opened: _Opened, model: nn.Module | None, head: ShardedClassifier | None, group: Group
+) -> None:
     replicated = opened.replicated
     row_tensors: dict[str, Tensor] = {}
     if head is not None:
-        row_tensors = _restore_head(path, manifest["head"], opened, head)
+        row_tensors = _restore_head(manifest["head"], opened, head)
     if model is not None and opened.model is not None:
         _bare(model).load_state_dict(opened.model)
     if head is not None:
@@ -314,7 +313,7 @@ def _restore(
         random_state.set_random_states(opened.random)
 
 
-def _restore_head(path: Path, described: dict[str, Any], opened: _Opened, head: ShardedClassifier) -> dict[str, Tensor]:
+def _restore_head(described: dict[str, Any], opened: _Opened, head: ShardedClassifier) -> dict[str, Tensor]:
     """Rows, in place: a second copy of them might not fit into memory. Returns all that is cut as they are."""
     head.settle()  # what rows have missed so far is not to be made up for by those that come
     wanted = rows.row_likes(described["rows"], opened.optimizers)
@@ -322,8 +321,8 @@ def _restore_head(path: Path, described: dict[str, Any], opened: _Opened, head: 
         wanted.pop(rows.CLASS_GRAPH, None)
     own = {name: parameter.detach() for name, parameter in head.named_parameters()}
     into = own | optimizers.tensors(opened.optimizers, opened.names, rows=True)
-    rank, shards = head.group.rank, described["shards"]
-    found = rows.read_rows(path, shards, head.layout, rank, wanted, into, opened.places)
+    assert opened.rows is not None
+    found = opened.rows.read(wanted, into)
     head.load_state_dict({name: found[name] for name in own if found[name] is not own[name]}, False)
     return found
 

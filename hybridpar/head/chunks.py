@@ -9,7 +9,7 @@ class lives here. Chunks lie class by class, [C, B].
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from hybridpar import kernels
 from hybridpar.head.margins import Margin
 from hybridpar.head.samplers import Drawn
-from hybridpar.kernels import Chunk, Gradient, Own, Rows
+from hybridpar.kernels import Chunk, Own, Rows
 from hybridpar.partition.layout import Layout
 
 
@@ -142,6 +142,7 @@ class Chunks:
     ) -> None:
         self.features, self.weight, self.margin, self.state = features_BD, weight.detach(), margin, state
         self.exact = torch.promote_types(kernels.exact_dtype(weight.dtype), kernels.exact_dtype(features_BD.dtype))
+        self.drawn = drawn
         self._drawn = None if drawn is None else drawn.rows.to(weight.device)
         self.length = len(weight) if drawn is None else len(drawn.rows)
         # Row kernels take the norms of all rows, in the exact dtype of the rows.
@@ -149,7 +150,7 @@ class Chunks:
         self.inverse_norms = self._taking_part(inverse_norms)
         self.bias = self._taking_part(None if bias is None else bias.detach())
         shifts = None if drawn is None else drawn.shifts
-        self._shifts = None if shifts is None else (shifts / margin.scale).to(weight.device, self.exact)
+        self._shifts = None if shifts is None else shifts.to(weight.device, self.exact, copy=True).div_(margin.scale)
         self._added = _sum(self.bias, self._shifts)
         self.kept = kept
         # CUDA gives products of half precision in float32 at no cost; libraries for the CPU round them.
@@ -159,6 +160,7 @@ class Chunks:
         self.weight_dtype = self.product_dtype
         if not features_BD.is_cpu and self.product_dtype == torch.float32:
             self.weight_dtype = features_BD.dtype
+        self._chunk_classes = chunk_classes
         self._size = chunk_classes or default_chunk_classes(len(features_BD), weight.shape[1], weight.device)
         self._features_DB = features_BD.T
         self._scratch: dict[str, Tensor] = {}
@@ -168,6 +170,18 @@ class Chunks:
         if values is None:
             return None
         return (values if self._drawn is None else values[self._drawn]).to(self.exact)
+
+    def against(self, features_BD: Tensor) -> Chunks:
+        """The same rows, where all take part, with other features."""
+        assert self.drawn is None
+        return Chunks(
+            features_BD, self.weight, self.bias, self.margin, self.state, self._chunk_classes, self._row_norms
+        )
+
+    @property
+    def size(self) -> int:
+        """Rows of a chunk, but for the last one."""
+        return self._size
 
     @property
     def spans(self) -> Iterator[tuple[int, int]]:
@@ -185,9 +199,11 @@ class Chunks:
 
     def block(self, begin: int, end: int) -> Rows:
         """The rows of a chunk, for kernels."""
-        if self._drawn is None:
-            return Rows(self.weight, self._row_norms, begin, end - begin)
-        return Rows(self.weight, self._row_norms, 0, end - begin, self._drawn[begin:end])
+        return self.rows_at(begin, end) if self._drawn is None else self.rows_at(0, end - begin, self._drawn[begin:end])
+
+    def rows_at(self, begin: int, end: int, indices: Tensor | None = None) -> Rows:
+        """Any rows of the rank, for kernels: [begin, end), or those of the ``indices`` [end - begin]."""
+        return Rows(self.weight, self._row_norms, begin, end - begin, indices)
 
     def scratch(self, name: str, count: int, width: int, dtype: torch.dtype) -> Tensor:
         """Memory [count, width] that lasts until the next chunk asks for it by this name."""
@@ -317,81 +333,3 @@ def feature_gradient(
         own *= chunks.inverse_norms[places]
     gradient_BD[samples] += chunks.weight[rows].to(chunks.exact) * own[:, None]
     return gradient_BD.mul_((weight_B * chunks.margin.scale)[:, None])
-
-
-class Sink(Protocol):
-    """Takes the gradients of rows, chunk by chunk."""
-
-    def take(self, rows: Rows, gradient: Gradient, sums_C: Tensor | None) -> None:
-        """``sums_C``: gradients of the biases, like the rows' still to be multiplied by the factor."""
-        ...
-
-
-class DenseGradients:
-    """Gradients of all rows [n, D] and biases [n], as autograd wants them: zero for rows that take no part."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, all_rows: bool) -> None:
-        empty = torch.empty_like if all_rows else torch.zeros_like
-        self.weight = empty(weight, memory_format=torch.contiguous_format)
-        self.bias = None if bias is None else empty(bias)
-
-    def take(self, rows: Rows, gradient: Gradient, sums_C: Tensor | None) -> None:
-        if rows.indices is None:
-            kernels.project_gradient(rows, gradient, self.weight[rows.selection])
-        else:
-            part_CD = self.weight.new_empty((rows.size, self.weight.shape[1]))
-            kernels.project_gradient(rows, gradient, part_CD)
-            self.weight[rows.indices] = part_CD
-        if self.bias is not None and sums_C is not None:
-            self.bias[rows.selection] = sums_C * gradient.factor
-
-
-def pass_b(
-    chunks: Chunks,
-    targets: Targets,
-    target_B: Tensor,
-    log_sum_exp: LogSumExp,
-    counts_B: Tensor,
-    factor: Tensor,
-    sink: Sink,
-) -> None:
-    """Gradients of this rank's rows and biases, for the ``sink``.
-
-    Args:
-        counts_B: 1 for samples that count, 0 for others.
-        factor: scalar that multiplies the result; kept out of the products so that small probabilities survive
-            in float16.
-    """
-    own = torch.expm1(log_sum_exp.below(targets.logits, targets.owned.samples)) * targets.by_cosine
-    scaled = factor * chunks.margin.scale
-    number = float(scaled) if scaled.is_cpu else scaled  # on a device it stays there: reading it would wait
-    width = chunks.weight.shape[1]
-    for begin, end in chunks.spans:
-        within = targets.owned.within(begin, end, own)
-        gradient_CB, sums_C = _probabilities(chunks, within, target_B, log_sum_exp, counts_B, begin, end)
-        grad_CD = chunks.scratch("gradient", end - begin, width, chunks.product_dtype)
-        matrix_product(gradient_CB, chunks.features, grad_CD)
-        sink.take(chunks.block(begin, end), Gradient(grad_CD, number), sums_C)
-
-
-def _probabilities(
-    chunks: Chunks, own: Own, target_B: Tensor, log_sum_exp: LogSumExp, counts_B: Tensor, begin: int, end: int
-) -> tuple[Tensor, Tensor | None]:
-    """The gradient by the cosines [C, B], in the dtype of the products, and its sums [C] where there are biases."""
-    products_CB = chunks.products(begin, end)
-    scale = chunks.margin.scale
-    sums_C = None if chunks.bias is None else torch.empty_like(chunks.bias[begin:end])
-    changed = chunks.changed(products_CB, begin, end, target_B)
-    if changed is None:
-        chunk = Chunk(products_CB, chunks.norms(begin, end), chunks.biases(begin, end), scale)
-        out_CB = chunks.scratch("weights", end - begin, len(target_B), chunks.weight_dtype)
-        kernels.to_probabilities(chunk, own, *log_sum_exp, counts_B, out_CB, sums_C)
-    else:
-        out_CB, slopes_CB = changed
-        chunk = Chunk(out_CB, None, chunks.shifts(begin, end), scale)
-        kernels.to_probabilities(chunk, own, *log_sum_exp, counts_B, out_CB, None)
-        out_CB *= slopes_CB
-        out_CB[own.classes, own.samples] = own.values
-        if sums_C is not None:
-            torch.sum(out_CB, dim=1, out=sums_C)
-    return out_CB.to(chunks.features.dtype), sums_C

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -50,7 +52,8 @@ class ShardedClassifier(nn.Module):
         sampler: which classes take part in a training step, beside those of the batch (``UniformSampler``,
             ``HardSampler``); None for all. In evaluation mode all do.
         optimizer: steps the rows in the backward pass (``RowSGD``, ``RowAdamW``, ``RowAdagrad``), so that the gradient
-            of all rows never exists; None leaves ``weight.grad`` to an optimizer of torch.
+            of all rows never exists, or in the last of several: see ``no_step``. None leaves ``weight.grad`` to an
+            optimizer of torch.
         dtype: of the rows: float32, float64, bfloat16 or float16.
         compute_dtype: of the matrix products; None means autocast's where autocast is on, else ``dtype``.
             Sums are accumulated in float32 (float64 for float64).
@@ -194,6 +197,27 @@ class ShardedClassifier(nn.Module):
         self._problem.worker.close()
         self._problem.lane.close()
 
+    @contextmanager
+    def no_step(self) -> Iterator[None]:
+        """Backward passes inside do not step the rows; the next one outside does, by the sum of all their gradients.
+
+        For steps that are cut into micro-batches, as ``DataParallel.no_sync()``, and with it where there is one::
+
+            for number, (images, labels) in enumerate(micro_batches, 1):
+                with nullcontext() if number == len(micro_batches) else head.no_step():
+                    (head(backbone(images), labels) / len(micro_batches)).backward()
+
+        Each backward pass inside gives the gradient of its features, and leaves behind those of the global batch and,
+        with a sampler, about 28 bytes for each row that was drawn. Every micro-batch has a draw of its own; rows that
+        any of them drew take part in the step. Rows stay as they are until then; where others change them, the step is
+        refused. An error inside, or in a forward pass of the head, ends the step, and so does
+        ``row_optimizer.zero_grad()``: nothing is left of it.
+
+        Without ``optimizer`` this changes nothing: ``weight.grad`` adds up by itself.
+        """
+        with nullcontext() if self.row_optimizer is None else self.row_optimizer.micro_batches.hold():
+            yield
+
     def settle(self) -> None:
         """Move rows on that a sampler left out: see ``lazy_decay`` of the optimizer. Needed only before rows are read
         directly; evaluation, ``predict``, ``class_centers``, ``state_dict`` and checkpoints do it by themselves.
@@ -233,12 +257,17 @@ class ShardedClassifier(nn.Module):
             NonFiniteError: NaN or Inf among the features or in the rows of any rank; raised on every rank.
             CommunicationError: a rank did not take part.
         """
-        batch = self._exchange(self._local_batch(features, labels))
-        if batch.training:
-            batch = self._with_draw(batch)
-        loss: Tensor = ShardedSoftmax.apply(  # type: ignore[no-untyped-call]
-            features, self.weight, self.bias, self.margin_state, batch, self._problem
-        )
+        try:
+            batch = self._exchange(self._local_batch(features, labels))
+            if batch.training:
+                batch = self._with_draw(batch)
+            loss: Tensor = ShardedSoftmax.apply(  # type: ignore[no-untyped-call]
+                features, self.weight, self.bias, self.margin_state, batch, self._problem
+            )
+        except BaseException:
+            if self.row_optimizer is not None:
+                self.row_optimizer.micro_batches.drop()  # of this step, in which no rank goes on
+            raise
         return loss
 
     def _with_draw(self, batch: GlobalBatch) -> GlobalBatch:

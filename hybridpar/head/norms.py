@@ -27,16 +27,16 @@ class RowNorms:
         Args:
             rows: int64, of which the norms are compared.
         """
-        if self._values is None or self._of != _identity(weight) or not self._holds(weight, rows):
+        if self._values is None or self._of != identity(weight) or not self._holds(weight, rows):
             exact = kernels.exact_dtype(weight.dtype)
             self._values = torch.empty(len(weight), dtype=exact, device=weight.device)
             kernels.measure_rows(kernels.Rows(weight.detach(), self._values, 0, len(weight)))
-            self._of = _identity(weight)
+            self._of = identity(weight)
         return self._values
 
     def updated(self, weight: Tensor) -> None:
         """The rows were changed, and their norms with them."""
-        self._of = _identity(weight)
+        self._of = identity(weight)
 
     def _holds(self, weight: Tensor, rows: Tensor | None) -> bool:
         if rows is None or not weight.is_cpu or self._values is None:
@@ -45,6 +45,7 @@ class RowNorms:
         return bool(((norms * self._values[rows] - 1).abs() < _TOLERANCE).logical_or_(norms < 1e-12).all())
 
 
-def _identity(weight: Tensor) -> tuple[object, ...]:
+def identity(weight: Tensor) -> tuple[object, ...]:
+    """Another one as soon as the rows are others, or are changed where torch counts it."""
     version = None if weight.is_inference() else weight._version
     return weight.data_ptr(), weight.shape, weight.dtype, weight.device, version

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,8 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar import kernels
+from hybridpar.head.micro_batches import MicroBatches
 from hybridpar.head.missed_steps import MissedSteps
 from hybridpar.head.norms import RowNorms
+from hybridpar.head.row_gradients import MicroBatch, pass_b
 from hybridpar.head.row_memory import RowMemory
 from hybridpar.kernels import Gradient, Rounding, Rows
 
@@ -228,9 +230,10 @@ class RowAdagrad(RowPolicy):
 class RowOptimizer(torch.optim.Optimizer):
     """Steps the rows (and biases) of one head in its backward pass, and takes part in no other way.
 
-    ``step()`` does nothing and ``zero_grad()`` finds nothing, so that a training loop may treat it as any optimizer.
-    ``param_groups`` holds one group, with the hyperparameters of the policy and the number of steps so far; ``state``
-    what is remembered of each parameter, rows in the order of the parameter's.
+    ``step()`` does nothing, so that a training loop may treat it as any optimizer. ``zero_grad()`` gives up what
+    backward passes in ``ShardedClassifier.no_step()`` have left for a step. ``param_groups`` holds one group, with the
+    hyperparameters of the policy and the number of steps so far; ``state`` what is remembered of each parameter, rows
+    in the order of the parameter's.
 
     Args:
         policy: what is done.
@@ -238,6 +241,10 @@ class RowOptimizer(torch.optim.Optimizer):
         norms: of the rows; kept up to date.
         rank: of the head, for what is random.
         memory: where moments live; None for that of the parameters.
+
+    Attributes:
+        policy: as given.
+        micro_batches: of the step that is going on.
 
     Raises:
         OSError: there is no room for them.
@@ -252,7 +259,7 @@ class RowOptimizer(torch.optim.Optimizer):
         rank: int,
         memory: RowMemory | None = None,
     ) -> None:
-        self.policy = policy
+        self.policy, self.micro_batches = policy, MicroBatches()
         self._norms, self._rank = norms, rank
         parameters = [weight] if bias is None else [weight, bias]
         super().__init__(parameters, policy.hyperparameters() | {"steps": 0})
@@ -269,6 +276,20 @@ class RowOptimizer(torch.optim.Optimizer):
         with torch.enable_grad():
             return closure()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Of use to the constructor only: the rows of one head are one group.
+
+        Torch's own imports its compiler: 70 MB and seconds that a program without optimizers of torch can do without.
+        """
+        if self.param_groups:
+            raise ValueError("RowOptimizer: expected one group, the rows and biases of its head, got another")
+        self.param_groups.append({**self.defaults, **param_group})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As any optimizer's; there is more than gradients to forget."""
+        self.micro_batches.drop()
+        super().zero_grad(set_to_none)
+
     def catch_up(self, drawn: Tensor | None = None) -> None:
         """Move rows on to where they would be if they had taken part in every step: Note [lazy decay].
 
@@ -278,6 +299,13 @@ class RowOptimizer(torch.optim.Optimizer):
         if self._missed is None:
             return
         late, matrices = self._missed.take(drawn)
+        weight = self.param_groups[0]["params"][0]
+        # Those that took part in a micro-batch of this step had caught up before it.
+        with self.micro_batches.others_move(weight):
+            self._advance(late, matrices)
+
+    def _advance(self, late: Tensor, matrices: Tensor) -> None:
+        """By one matrix [4] for each row."""
         weight, *bias = self.param_groups[0]["params"]
         rounding = self._rounding(stream=1)
         for begin in range(0, len(late), _BLOCK):
@@ -314,8 +342,8 @@ class RowOptimizer(torch.optim.Optimizer):
             by_bias = Gradient(sums_C[:, None], gradient.factor)
             self.policy.step(column, by_bias, self.state[parameter], group, rounding)
 
-    def begin(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Before the first of the rows of a step.
+    def step_by(self, batches: Sequence[MicroBatch], weight: Tensor, bias: Tensor | None) -> None:
+        """One step by the gradient of all batches together.
 
         Args:
             weight, bias: the parameters as they are now; what was remembered of those before belongs to them.
@@ -323,6 +351,11 @@ class RowOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: hyperparameters have left their range.
         """
+        self._begin(weight, bias)
+        pass_b(batches, self)
+        self._end()
+
+    def _begin(self, weight: Tensor, bias: Tensor | None) -> None:
         group = self.param_groups[0]
         self.policy.check(group)
         given = [weight] if bias is None else [weight, bias]
@@ -331,8 +364,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 group["params"][place] = now
                 self.state[now] = self.state.pop(before)
 
-    def end(self) -> None:
-        """After the last of the rows of a step."""
+    def _end(self) -> None:
         self.param_groups[0]["steps"] += 1
         if self._missed is not None:
             took_part = torch.cat(self._took_part) if self._took_part else None

@@ -7,7 +7,7 @@ grows (as in FlashAttention). The logits of all classes never exist. One all-gat
 per sample then gives every rank the loss. The running product, rescaled by the global log-sum-exp, already is the
 gradient of the features, so its reduce-scatter starts in the forward pass and overlaps with pass B.
 Backward, pass B, rereads or recomputes each chunk's products, turns them into probabilities and forms the gradient of
-its rows, which an optimizer of rows takes at once.
+its rows, which an optimizer of rows takes at once, or with those of other micro-batches: Note [micro-batches].
 
 Shapes: b local batch, B global batch, D embedding size, n rows of this rank, R ranks.
 """
@@ -28,20 +28,11 @@ from hybridpar.comm.errors import NonFiniteError
 from hybridpar.comm.group import Group
 from hybridpar.comm.lanes.lane import Lane
 from hybridpar.comm.worker import Worker
-from hybridpar.head.chunks import (
-    Chunks,
-    DenseGradients,
-    LogSumExp,
-    Owned,
-    PassA,
-    feature_gradient,
-    owned_samples,
-    pass_a,
-    pass_b,
-)
+from hybridpar.head.chunks import Chunks, LogSumExp, Owned, PassA, feature_gradient, owned_samples, pass_a
 from hybridpar.head.coverage import DrawnSoFar
 from hybridpar.head.margins import Margin
 from hybridpar.head.norms import RowNorms
+from hybridpar.head.row_gradients import DenseGradients, MicroBatch, pass_b
 from hybridpar.head.row_optimizers import RowOptimizer
 from hybridpar.head.samplers import Drawn, Sampler
 from hybridpar.partition.layout import Layout
@@ -122,7 +113,8 @@ class ShardedSoftmax(torch.autograd.Function):
         norms = problem.norms.of(weight, owned.rows) if problem.margin.normalized else None
         chunks = Chunks(features_BD, weight, bias, problem.margin, state, problem.chunk_classes, norms, drawn)
         trains = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        kept = chunks.keep(problem.kept_bytes) if trains else None
+        many = problem.optimizer is not None and problem.optimizer.micro_batches.one_of_many
+        kept = chunks.keep(problem.kept_bytes) if trains and not many else None
         own_cosines = chunks.target_cosines(owned)
         target_B = _targets_needed_first(problem, owned, own_cosines, batch)
         chunks.state = _next_state(problem.margin, state, target_B, batch)
@@ -153,19 +145,22 @@ class ShardedSoftmax(torch.autograd.Function):
         weight, bias, features_BD, norms, unit_bD, kept = ctx.saved_tensors
         grad_weight = grad_bias = grad_features = None
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            optimizer = problem.optimizer
+            later = optimizer is not None and optimizer.micro_batches.held
             chunks = Chunks(
-                features_BD, weight, bias, problem.margin, ctx.state, problem.chunk_classes, norms, ctx.drawn, kept
-            )
-            targets, target_B, log_sum_exp, counts_B = ctx.pass_b_inputs
-            factor = ctx.largest_weight * grad
-            if problem.optimizer is None:
+                features_BD, weight, bias, problem.margin, ctx.state, problem.chunk_classes, norms, ctx.drawn,
+                None if later else kept,
+            )  # fmt: skip
+            targets, target_B, log_sum_exp, weights_B = ctx.pass_b_inputs
+            batch = MicroBatch(chunks, targets, target_B, log_sum_exp, weights_B, ctx.largest_weight * grad)
+            if optimizer is None:
                 dense = DenseGradients(weight, bias, all_rows=ctx.drawn is None)
-                pass_b(chunks, targets, target_B, log_sum_exp, counts_B, factor, dense)
+                pass_b([batch], dense)
                 grad_weight, grad_bias = dense.weight, dense.bias
+            elif later:
+                optimizer.micro_batches.add(batch, weight)
             else:
-                problem.optimizer.begin(weight, bias)
-                pass_b(chunks, targets, target_B, log_sum_exp, counts_B, factor, problem.optimizer)
-                problem.optimizer.end()
+                optimizer.step_by([*optimizer.micro_batches.take(weight), batch], weight, bias)
         if ctx.features_future is not None:
             factor = grad * problem.feature_factor
             grad_features = ctx.features_future.result() * factor

@@ -137,8 +137,8 @@ class Layout(abc.ABC):
     @abc.abstractmethod
     def _class_ids(self, rank: int, rows: torch.Tensor) -> torch.Tensor: ...
 
-    def _all_class_ids(self, rank: int) -> torch.Tensor:
-        return self._class_ids(rank, torch.arange(self._sizes[rank]))
+    @abc.abstractmethod
+    def _all_class_ids(self, rank: int) -> torch.Tensor: ...
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.num_ranks:
@@ -168,6 +168,9 @@ class _Contiguous(Layout):
     def _class_ids(self, rank: int, rows: torch.Tensor) -> torch.Tensor:
         return rows + int(self._starts[rank])
 
+    def _all_class_ids(self, rank: int) -> torch.Tensor:
+        return torch.arange(int(self._starts[rank]), int(self._ends[rank]))
+
 
 class _Striped(Layout):
     kind = "striped"
@@ -187,6 +190,9 @@ class _Striped(Layout):
 
     def _class_ids(self, rank: int, rows: torch.Tensor) -> torch.Tensor:
         return rows * self.num_ranks + rank
+
+    def _all_class_ids(self, rank: int) -> torch.Tensor:
+        return torch.arange(self._sizes[rank]).mul_(self.num_ranks).add_(rank)
 
 
 class _Owners(Layout):

@@ -83,7 +83,8 @@ class Learner:
                 where the loss was finite and only gradients of the encoder were not.
         """
         set_learning_rate(self.optimizers.values(), learning_rate)
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
         self.network.train()
         loss = self._backward(list(micro_batches))
         clip = self._config.optimizer.clip or math.inf

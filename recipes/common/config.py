@@ -236,15 +236,11 @@ class TrainingConfig:
             raise ValueError(f"expected steps or epochs above 0, got steps {self.steps}, epochs {self.epochs}")
         if self.head.optimizer == "shared":
             return
-        wrong = {
-            "--mode hybrid": self.mode != "hybrid",
-            "--accumulate 1": self.accumulate != 1,
-            "--optimizer.clip 0": self.optimizer.clip != 0,
-        }
+        wrong = {"--mode hybrid": self.mode != "hybrid", "--optimizer.clip 0": self.optimizer.clip != 0}
         if needed := [option for option, bad in wrong.items() if bad]:
             raise ValueError(
                 f"head.optimizer {self.head.optimizer}: expected {', '.join(needed)} with it, because "
-                "rows step in every backward pass; or give --head.optimizer shared"
+                "rows step in the backward pass; or give --head.optimizer shared"
             )
 
     @property

@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.tensorboard.writer import SummaryWriter
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
 
 METRICS_FILE = "metrics.jsonl"
 """In the run directory: one JSON object per line with "step", "time" (Unix seconds) and the values of that step."""
@@ -43,6 +45,8 @@ class MetricsWriter:
         self._file = self.path.open("a", encoding="utf-8")
         self._events: SummaryWriter | None = None
         if tensorboard:
+            from torch.utils.tensorboard.writer import SummaryWriter  # large: only where it is used
+
             folder = str(Path(directory) / TENSORBOARD_FOLDER)
             self._events = SummaryWriter(folder, purge_step=resumed_step + 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,9 +34,11 @@ class Network(ABC):
             inputs: of the backbone.
         """
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside do not exchange gradients of what is replicated."""
-        return self._replicated.no_sync()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside neither exchange gradients of what is replicated nor step rows: all but the last."""
+        with self._replicated.no_sync(), self.head.no_step():
+            yield
 
     def buffers_kept_on_error(self) -> AbstractContextManager[None]:
         """A step that raises leaves no trace in batch-norm statistics."""

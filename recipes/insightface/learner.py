@@ -100,7 +100,8 @@ class TorchLearner(Learner):
 
     def step(self, micro_batches: Iterable[Batch], learning_rate: float) -> StepResult:
         set_learning_rate(self.optimizers.values(), learning_rate)
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
         clip = self._config.optimizer.clip or math.inf
         with self.recognizer.buffers_kept_on_error():
             loss = self._backward(micro_batches)

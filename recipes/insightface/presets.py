@@ -81,7 +81,7 @@ _SYNTHETIC = TrainConfig(
 
 # 20.5 GB of rows and momentum over all ranks. Their export, in float32, would be as large again.
 _TEN_MILLION = TrainConfig(
-    data=DataConfig(kind="synthetic", image_size=32, channels=1, identities=10_000_000, shown=2000),
+    data=DataConfig(kind="synthetic", image_size=32, channels=1, identities=10_000_000, shown=2000, cache_mib=0),
     model=ModelConfig(name="convnet", embedding_size=512),
     head=replace(_SMALL_HEAD, dtype="bfloat16", optimizer="sgd", state="bfloat16", sample_rate=0.1),
     optimizer=OptimizerConfig(learning_rate=0.2),

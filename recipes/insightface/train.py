@@ -14,15 +14,11 @@ from __future__ import annotations
 import hybridpar as hp
 from recipes.common.metrics import read_metrics
 from recipes.common.start import join, one_line_errors, parse, run_to_the_end, say_where_resumed
-from recipes.insightface import export
 from recipes.insightface.config import TrainConfig
-from recipes.insightface.evaluate import Evaluation, format_table, write_report
 from recipes.insightface.inputs import open_data
 from recipes.insightface.learner import BuildLearner, TorchLearner
-from recipes.insightface.plots import plot_run
 from recipes.insightface.presets import PRESETS
 from recipes.insightface.trainer import Trainer
-from recipes.insightface.verification import raw_pixel_result
 
 
 def main(config: TrainConfig, build_learner: BuildLearner = TorchLearner) -> None:
@@ -55,6 +51,12 @@ def announce(trainer: Trainer, samples: int) -> None:
 
 def report(trainer: Trainer) -> None:
     """On rank 0, at the end: the table, the plots, the exports, and where they are."""
+    # Libraries that draw and export are large, and nobody else needs them.
+    from recipes.insightface import export
+    from recipes.insightface.evaluate import Evaluation, format_table, write_report
+    from recipes.insightface.plots import plot_run
+    from recipes.insightface.verification import raw_pixel_result
+
     config = trainer.config
     evaluations = [Evaluation(trainer.results[pairs.name], raw_pixel_result(pairs)) for pairs in trainer.pairs]
     plots = config.run.out / "plots"

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from sklearn.metrics import roc_auc_score, roc_curve
-from sklearn.model_selection import KFold
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -165,6 +163,10 @@ def verify(embeddings: Tensor, pairs: VerificationPairs, *, folds: int = FOLDS) 
 
     Raises ``ValueError`` for fewer pairs than folds, pairs all of one kind, or a wrong number of embeddings.
     """
+    # 70 MB with what they need, which a run without verification and the ranks that only embed do without.
+    from sklearn.metrics import roc_auc_score, roc_curve
+    from sklearn.model_selection import KFold
+
     scores = pair_scores(embeddings, pairs)
     same = pairs.same.numpy()
     positives, negatives = int(same.sum()), int((~same).sum())

@@ -29,7 +29,7 @@ from tests.head.cases import (
     make_problem,
     set_rows,
 )
-from tests.ranks import run_threads
+from tests.ranks import run_program, run_threads
 
 
 class RowwiseAdagrad(torch.optim.Optimizer):
@@ -187,6 +187,29 @@ def test_a_run_repeats_bit_for_bit_and_another_seed_rounds_otherwise() -> None:
         return head.weight.detach().clone()
 
     assert torch.equal(rows(0), rows(0)) and not torch.equal(rows(0), rows(1))
+
+
+def test_another_group_of_parameters_is_refused() -> None:
+    head = hp.ShardedClassifier(4, 9, optimizer=hp.RowSGD(0.1), group=hp.Group.alone())
+    with pytest.raises(ValueError, match="RowOptimizer: expected one group"):
+        head.row_optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    assert len(head.row_optimizer.param_groups) == 1
+
+
+def test_training_rows_does_not_load_the_compiler_of_torch() -> None:
+    """70 MB in each rank, which optimizers of torch load."""
+    program = """
+import sys, torch, hybridpar as hp
+sampler = hp.UniformSampler(rate=0.5)
+head = hp.ShardedClassifier(4, 9, optimizer=hp.RowAdamW(0.1), sampler=sampler, group=hp.Group.alone())
+with head.no_step():
+    head(torch.randn(3, 4, requires_grad=True), torch.tensor([0, 1, 2])).backward()
+head(torch.randn(3, 4, requires_grad=True), torch.tensor([0, 1, 2])).backward()
+head.row_optimizer.step()
+assert "torch._dynamo" not in sys.modules
+"""
+    statuses, outputs = run_program(program, 1)
+    assert statuses == [0], outputs
 
 
 def test_a_parameter_put_in_later_takes_its_state_over() -> None:

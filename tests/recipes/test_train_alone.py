@@ -126,8 +126,9 @@ def test_pairs_that_no_verification_can_use_are_refused_at_the_start(tmp_path: P
         train.main(_config(tmp_path / "out", data=twice))
 
 
+@pytest.mark.parametrize("optimizer", ["shared", "sgd", "adamw", "adagrad"])
 def test_accumulated_micro_batches_give_the_step_of_the_whole_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: Any
 ) -> None:
     """With a backbone that has no batch norm, for the statistics of a micro-batch are its own."""
 
@@ -139,7 +140,8 @@ def test_accumulated_micro_batches_give_the_step_of_the_whole_batch(
     for accumulate in (1, 3):
         out = tmp_path / str(accumulate)
         model = ModelConfig(name="linear", embedding_size=8, channels_last=False)
-        train.main(_config(out, model=model, batch=12, accumulate=accumulate, steps=5))
+        head = HeadConfig(optimizer=optimizer)
+        train.main(_config(out, model=model, head=head, batch=12, accumulate=accumulate, steps=5))
         curves.append([json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()])
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
     assert curves[0][-1] < curves[0][0]
@@ -182,7 +184,10 @@ def test_unknown_names_and_impossible_batches_are_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"accumulate": 2}, "head.optimizer sgd: expected --accumulate 1 with it, because rows step in every backward"),
+        (
+            {"mode": "data"},
+            "head.optimizer sgd: expected --mode hybrid with it, because rows step in the backward pass",
+        ),
         (
             {"mode": "data", "optimizer": OptimizerConfig(clip=1.0)},
             "head.optimizer sgd: expected --mode hybrid, --optimizer.clip 0 with it",

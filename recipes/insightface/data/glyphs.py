@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
 from fontTools.ttLib import TTCollection, TTFont, TTLibError  # type: ignore[import-untyped]
@@ -114,6 +113,8 @@ def glyph_datasets(
 
 def matplotlib_fonts() -> list[Path]:
     """The text fonts in matplotlib's data folder, sorted by name. Raises ValueError when there are none."""
+    import matplotlib  # large: only where it is used
+
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     files = sorted(path for path in folder.glob("*.ttf") if _TEXT_FONTS.fullmatch(path.name))
     if not files:

@@ -112,7 +112,5 @@ def test_folders_that_hold_no_bert_are_refused(tmp_path: Path) -> None:
     [("layers", 0, "at least 1"), ("heads", 5, "divisor of"), ("dropout", 1.0, r"in \[0, 1\)")],
 )
 def test_sizes_that_cannot_be_are_refused(field: str, value: float, expected: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"model\.{field}: expected .*{expected}"
-    ):
+    with pytest.raises(ValueError, match=rf"model\.{field}: expected .*{expected}"):
         ModelConfig(**{field: value})

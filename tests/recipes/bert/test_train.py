@@ -79,7 +79,11 @@ def test_other_optimizers_and_formats_learn_too(text: Path, model: Path, tmp_pat
     options = config.optimizer
     changed = {
         "lamb": {"optimizer": dataclasses.replace(options, name="lamb", learning_rate=0.03)},
-        "rows": {"optimizer": dataclasses.replace(options, clip=0.0), "head": RowsConfig(optimizer="adamw")},
+        "rows": {
+            "optimizer": dataclasses.replace(options, clip=0.0),
+            "head": RowsConfig(optimizer="adamw"),
+            "accumulate": 3,
+        },
         "bfloat16": {"precision": "bfloat16"},
         "sampled": {"head": RowsConfig(sample_rate=0.5)},
     }[change]
