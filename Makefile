@@ -1,5 +1,5 @@
 # Targets build on `venv`: everything pinned by constraints.txt, the kernels compiled.
-# Variables: PYTHON (3.11 to 3.13), NPROC (ranks of `train`, `train-mxnet`), ARGS (more options for them, `bench` or pytest).
+# Variables: PYTHON (3.11 to 3.13), NPROC (ranks of `train`, `train-mxnet`, `train-bert`), ARGS (more options for them, `bench` or pytest).
 
 PYTHON ?= python3
 NPROC ?= 2
@@ -17,12 +17,13 @@ BENCHMARKS := $(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py))
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train train-mxnet test lint format bench clean
+.PHONY: help venv train train-mxnet train-bert test lint format bench clean
 
 help:
 	@echo 'make venv    the environment in $(VENV): pinned packages, compiled kernels'
 	@echo 'make train   train on glyphs with $(NPROC) ranks (ARGS="--help" lists the options)'
 	@echo 'make train-mxnet  the same with a backbone in MXNet'
+	@echo 'make train-bert  train a small BERT on text found among the installed packages'
 	@echo 'make test    lint, then all tests'
 	@echo 'make lint    formatting, rules, types, CUDA sources'
 	@echo 'make format  rewrite the sources in the house format'
@@ -40,7 +41,7 @@ $(BIN)/python:
 $(INSTALLED): constraints.txt pyproject.toml setup.py $(SOURCES) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel nanobind
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		--no-build-isolation -e '.[recipes,dev,mpi,mxnet,faiss]'
+		--no-build-isolation -e '.[recipes,bert,dev,mpi,mxnet,faiss]'
 	@touch $@
 
 train: venv
@@ -48,6 +49,9 @@ train: venv
 
 train-mxnet: venv
 	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m recipes.insightface.train_mxnet glyphs $(ARGS)
+
+train-bert: venv
+	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m recipes.bert.train embedded $(ARGS)
 
 # pytest comes last: its closing line is the last one printed.
 test: lint

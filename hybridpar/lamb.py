@@ -104,7 +104,7 @@ class Lamb(Optimizer):
         state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
         count = float(state["step"])
         root = (state["exp_avg_sq"] / (1 - second**count)).sqrt_().add_(group["eps"])
-        direction = (state["exp_avg"] / (1 - first**count)).div_(root)
+        direction: Tensor = (state["exp_avg"] / (1 - first**count)).div_(root)
         return direction.add_(parameter, alpha=group["weight_decay"])
 
 

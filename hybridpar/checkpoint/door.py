@@ -118,18 +118,20 @@ def load(
     head: ShardedClassifier | None = None,
     optimizer: Optimizers | None = None,
     verify: bool = True,
+    random_generators: bool = True,
     group: Group,
 ) -> Checkpoint:
     """Read the newest usable checkpoint of ``directory`` into model, head and optimizers. Collective.
 
-    Works on any number of ranks and under any rule: each rank reads the rows that its layout gives it. Random
-    generators are restored where the number of ranks is the one that saved.
+    Works on any number of ranks and under any rule: each rank reads the rows that its layout gives it.
 
     Args:
         directory: as given to ``save``, or one ``step-XXXXXXXX`` in it.
         step: load this one and no other.
         model, head, optimizer: built as they were when saved; None leaves that part alone.
         verify: compare every file's sha256, the ranks sharing the work.
+        random_generators: put those of torch, NumPy and Python back, too, where the number of ranks is the one that
+            saved. Leave it out where nothing goes on from here, as in evaluation.
         group: the ranks.
 
     Raises:
@@ -140,7 +142,7 @@ def load(
     path, manifest, skipped = _choose(directory, step, verify, group)
     for reason in skipped if group.rank == 0 else ():
         log.warning("checkpoint skipped: %s; using %s instead", reason, path.name)
-    opened = together(group, lambda: _open(path, manifest, model, head, optimizer, group))
+    opened = together(group, lambda: _open(path, manifest, model, head, optimizer, random_generators, group))
     together(group, lambda: _restore(manifest, opened, model, head, group))
     return Checkpoint(manifest["step"], path, manifest["extra"], tuple(skipped))
 
@@ -264,7 +266,7 @@ class _Opened:
 
 def _open(
     path: Path, manifest: dict[str, Any], model: nn.Module | None, head: ShardedClassifier | None,
-    optimizer: Optimizers | None, group: Group,
+    optimizer: Optimizers | None, random_generators: bool, group: Group,
 ) -> _Opened:  # fmt: skip
     """All that may be refused, so that a refusal on any rank leaves everything on all of them as it was."""
     names, named_optimizers = _parameter_names(model, head), optimizers.by_name(optimizer)
@@ -274,13 +276,16 @@ def _open(
         _check_head(path, manifest["head"], head)
     if optimizer is not None:
         optimizers.check(named_optimizers, names, manifest["optimizers"])
-    same_ranks = manifest["topology"]["ranks"] == group.size
+    saved = manifest["topology"]["ranks"]
+    if random_generators and saved != group.size and group.rank == 0:
+        log.info("saved by %d ranks, loaded on %d: random generators are left as they are", saved, group.size)
+    random_generators = random_generators and saved == group.size
     return _Opened(
         names,
         named_optimizers,
         None if model is None else load_file(path / "model.safetensors"),
         load_file(path / "replicated.safetensors"),
-        load_file(path / _rank_name(group.rank, group.size)) if same_ranks else None,
+        load_file(path / _rank_name(group.rank, group.size)) if random_generators else None,
         None if head is None else rows.RowFiles(path, manifest["head"]["shards"], head.layout, head.group.rank),
     )
 
@@ -306,9 +311,6 @@ def _restore(
         optimizers.restore(opened.optimizers, opened.names, manifest["optimizers"], replicated, row_tensors)
     if opened.random is not None:
         random_state.set_random_states(opened.random)
-    elif group.rank == 0:
-        saved = manifest["topology"]["ranks"]
-        log.info("saved by %d ranks, loaded on %d: random generators are left as they are", saved, group.size)
 
 
 def _restore_head(described: dict[str, Any], opened: _Opened, head: ShardedClassifier) -> dict[str, Tensor]:

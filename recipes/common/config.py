@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 import hybridpar as hp
+from recipes.common.schedule import Schedule, learning_rate
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ class RowsConfig:
     @property
     def torch_dtype(self) -> torch.dtype:
         """Of the rows."""
-        return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     def build_sampler(self, seed: int) -> hp.Sampler | None:
         """None where all classes take part."""
@@ -118,9 +121,15 @@ class RowsConfig:
         )  # fmt: skip
 
     def build_policy(
-        self, *, learning_rate: float, momentum: float, weight_decay: float, seed: int
+        self,
+        *,
+        learning_rate: float,
+        weight_decay: float,
+        seed: int,
+        momentum: float = 0.9,
+        betas: tuple[float, float] = (0.9, 0.999),
     ) -> hp.RowPolicy | None:
-        """How rows are stepped in the backward pass; None where they are not. Momentum is of sgd."""
+        """How rows are stepped in the backward pass; None where they are not. Momentum is of sgd, betas of adamw."""
         common: dict[str, Any] = {
             "lr": learning_rate,
             "weight_decay": weight_decay,
@@ -132,7 +141,7 @@ class RowsConfig:
             case "sgd":
                 return hp.RowSGD(momentum=momentum, **common)
             case "adamw":
-                return hp.RowAdamW(**common)
+                return hp.RowAdamW(betas=betas, **common)
             case "adagrad":
                 return hp.RowAdagrad(**common)
         return None
@@ -167,27 +176,78 @@ class RunConfig:
                 raise ValueError(f"run.{name}: expected at least 1, got {getattr(self, name)}")
 
 
-def check_lengths(batch: int, accumulate: int, steps: int, epochs: float) -> None:
-    """Raises ValueError for a batch that cannot be cut, or a run without steps."""
-    if accumulate < 1 or batch < 1 or batch % accumulate:
-        raise ValueError(f"expected a batch that accumulate divides, got batch {batch}, accumulate {accumulate}")
-    if steps < 0 or (steps == 0 and epochs <= 0):
-        raise ValueError(f"expected steps or epochs above 0, got steps {steps}, epochs {epochs}")
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How fast weights move."""
+
+    learning_rate: float = 0.1
+    """Peak learning rate."""
+    schedule: Schedule = "polynomial"
+    """How the learning rate falls to 0 after the warm-up; polynomial has power 2."""
+    warmup: float = 0.05
+    """Share of the steps in which the learning rate rises from 0."""
+    clip: float = 0.0
+    """Upper limit of the gradient norm over all that is trained, the head's shards included; 0: none."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"optimizer.warmup: expected a share in [0, 1), got {self.warmup}")
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of step ``step`` (from 0) of ``steps``."""
+        return learning_rate(self.learning_rate, step, steps, warmup=self.warmup, schedule=self.schedule)
 
 
-def check_warmup(warmup: float) -> None:
-    """Raises ValueError where it is no share of the steps."""
-    if not 0 <= warmup < 1:
-        raise ValueError(f"optimizer.warmup: expected a share in [0, 1), got {warmup}")
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """What every training run can be told, whatever it trains."""
 
+    run: RunConfig
+    gradients: GradientsConfig = field(default_factory=GradientsConfig)
+    head: RowsConfig = field(default_factory=RowsConfig)
+    optimizer: ScheduleConfig = field(default_factory=ScheduleConfig)
+    mode: Literal["hybrid", "data"] = "hybrid"
+    """hybrid: the head is cut by class across ranks; data: every rank holds all of it, for few classes."""
+    batch: int = 256
+    """Samples of one optimizer step, over all ranks."""
+    accumulate: int = 1
+    """Forward and backward passes that one step is cut into, to save memory."""
+    epochs: float = 1.0
+    """Passes over the training set."""
+    steps: int = 0
+    """Optimizer steps; above 0 it replaces --epochs."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: autocast of all products; weights stay in float32."""
+    seed: int = 0
+    """Of all that is left to chance: initial weights, order of the samples, how they are changed."""
+    threads: int = 0
+    """CPU threads of each rank; 0: the cores of the host divided among its ranks."""
+    timeout: float = 300.0
+    """Seconds that a rank waits for the others before it gives up."""
+    plugins: tuple[str, ...] = ()
+    """Python files or modules to import first, such as one that registers a partition rule."""
 
-def check_own_optimizer(rows: RowsConfig, mode: str, clip: float) -> None:
-    """Raises ValueError for what does not go with rows that step in the backward pass."""
-    if rows.optimizer == "shared":
-        return
-    wrong = {"--mode hybrid": mode != "hybrid", "--optimizer.clip 0": clip != 0}
-    if needed := [option for option, bad in wrong.items() if bad]:
-        raise ValueError(
-            f"head.optimizer {rows.optimizer}: expected {', '.join(needed)} with it, because "
-            "rows step in the backward pass; or give --head.optimizer shared"
-        )
+    def __post_init__(self) -> None:
+        if self.accumulate < 1 or self.batch < 1 or self.batch % self.accumulate:
+            raise ValueError(
+                f"expected a batch that accumulate divides, got batch {self.batch}, accumulate {self.accumulate}"
+            )
+        if self.steps < 0 or (self.steps == 0 and self.epochs <= 0):
+            raise ValueError(f"expected steps or epochs above 0, got steps {self.steps}, epochs {self.epochs}")
+        if self.head.optimizer == "shared":
+            return
+        wrong = {"--mode hybrid": self.mode != "hybrid", "--optimizer.clip 0": self.optimizer.clip != 0}
+        if needed := [option for option, bad in wrong.items() if bad]:
+            raise ValueError(
+                f"head.optimizer {self.head.optimizer}: expected {', '.join(needed)} with it, because "
+                "rows step in the backward pass; or give --head.optimizer shared"
+            )
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of one pass, over all ranks."""
+        return self.batch // self.accumulate
+
+    def steps_of(self, samples: int) -> int:
+        """Steps of the whole run over a training set of so many samples."""
+        return self.steps or math.ceil(self.epochs * samples / self.batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ import torch
 
 import hybridpar as hp
 from recipes.common.checkpoints import CHECKPOINTS
-from recipes.common.config import RunConfig
+from recipes.common.config import TrainingConfig
 from recipes.common.metrics import MetricsWriter
 from recipes.common.progress import Progress
 
@@ -30,36 +31,31 @@ class Run(ABC, Generic[BatchT]):
     Its place is one number, the samples taken so far from one global order: it means the same on any number of ranks.
 
     Args:
-        options: where it writes, and when.
-        order: of the samples.
-        batch: samples of one step, over all ranks.
-        steps: of the whole run.
+        config: of the run.
+        num_samples: of the training set.
         group: the ranks.
-        timeline: where it is noted when what happened.
 
     Attributes:
+        order: of the samples.
+        steps: of the whole run.
         step: steps done.
+        timeline: where it is noted when what happened.
         checkpoints: folder of the checkpoints.
     """
 
-    def __init__(
-        self, options: RunConfig, *, order: hp.GlobalOrder, batch: int, steps: int, group: hp.Group,
-        timeline: hp.Timeline | hp.NoTimeline,
-    ) -> None:  # fmt: skip
-        self.options, self.order, self.batch, self.steps, self.group = options, order, batch, steps, group
-        self.timeline = timeline
+    def __init__(self, config: TrainingConfig, num_samples: int, group: hp.Group) -> None:
+        self.settings, self.group = config, group
+        self.order = hp.GlobalOrder(num_samples, seed=config.seed)
+        self.steps = config.steps_of(num_samples)
         self.step = 0
-        self.checkpoints = options.out / CHECKPOINTS
+        self.timeline = hp.NoTimeline() if config.gradients.timeline is None else hp.Timeline(rank=group.rank)
+        self.checkpoints = config.run.out / CHECKPOINTS
         self._skipped = 0
         self._stop_asked = False
 
     @abstractmethod
     def batches(self, first: int, last: int) -> Iterator[BatchT]:
         """What this rank takes of the samples at positions [first, last), for one pass after the other."""
-
-    @abstractmethod
-    def learning_rate(self, step: int) -> float:
-        """Of step ``step``, from 0."""
 
     @abstractmethod
     def learn(self, batches: Iterator[BatchT], rate: float) -> dict[str, float]:
@@ -104,7 +100,7 @@ class Run(ABC, Generic[BatchT]):
         some = any(self.checkpoints.glob("step-*")) or hp.checkpoint.newest(self.checkpoints) is not None
         if not self.group.broadcast_json(some if self.chief else None):
             return None
-        if self.options.resume == "never":
+        if self.settings.run.resume == "never":
             raise ValueError(
                 f"{self.checkpoints}: expected no checkpoints with --run.resume never, got some; "
                 "choose another --run.out, or --run.resume auto to go on from the newest"
@@ -117,17 +113,17 @@ class Run(ABC, Generic[BatchT]):
                     f"{found.path} was trained with data {name} {saved.get(name)}, this run has {mine}: its place "
                     "in the order of samples means nothing here; use the same, or another --run.out"
                 )
-        if saved["position"] % self.batch:
+        if saved["position"] % self.settings.batch:
             raise ValueError(
                 f"{found.path} stands at sample {saved['position']}: expected a --batch that divides it, "
-                f"got {self.batch}"
+                f"got {self.settings.batch}"
             )
-        self.step = saved["position"] // self.batch
+        self.step = saved["position"] // self.settings.batch
         return found
 
     def _data(self) -> dict[str, Any]:
         order = {"num_samples": self.order.num_samples, "seed": self.order.seed}
-        return {**self.describe_data(), **order, "position": self.step * self.batch}
+        return {**self.describe_data(), **order, "position": self.step * self.settings.batch}
 
     def train(self, metrics: MetricsWriter | None) -> bool:
         """Steps until the end, or until SIGTERM on any rank. Returns whether the end was reached.
@@ -135,8 +131,8 @@ class Run(ABC, Generic[BatchT]):
         Args:
             metrics: where rank 0 writes; None elsewhere.
         """
-        options = self.options
-        batches = self.batches(self.step * self.batch, self.steps * self.batch)
+        options, batch = self.settings.run, self.settings.batch
+        batches = self.batches(self.step * batch, self.steps * batch)
         clock, done = time.perf_counter(), 0
         visible = self.chief and not options.quiet
         with Progress(self.steps, done=self.step, visible=visible) as progress, self._sigterm_asks_to_stop():
@@ -146,7 +142,7 @@ class Run(ABC, Generic[BatchT]):
                 last = self.step == self.steps
                 if self.step % options.log_every == 0 or last:
                     seconds = time.perf_counter() - clock
-                    values |= {"samples_per_second": done * self.batch / seconds, "epoch": self._epoch}
+                    values |= {"samples_per_second": done * batch / seconds, "epoch": self._epoch}
                     if metrics is not None:
                         metrics.write(self.step, values)
                     clock, done = time.perf_counter(), 0
@@ -161,15 +157,17 @@ class Run(ABC, Generic[BatchT]):
                     for name, text in self.evaluate(metrics).items():
                         progress.note(f"step {self.step}: {name} {text}")
                 clock += time.perf_counter() - paused
+        if self.settings.gradients.timeline is not None:
+            self.timeline.save(self.settings.gradients.timeline, self.group)
         return True
 
     @property
     def _epoch(self) -> float:
-        return self.step * self.batch / self.order.num_samples
+        return self.step * self.settings.batch / self.order.num_samples
 
     def _learn(self, batches: Iterator[BatchT]) -> dict[str, float]:
         """One optimizer step. A step with a non-finite value on any rank is skipped by all of them."""
-        rate = self.learning_rate(self.step)
+        rate = self.settings.optimizer.rate(self.step, self.steps)
         try:
             values = self.learn(batches, rate)
         except hp.NonFiniteError as error:
@@ -186,7 +184,7 @@ class Run(ABC, Generic[BatchT]):
     def save(self) -> Path:
         """Write a checkpoint of this step."""
         extra = {**self.describe(), "data": self._data()}
-        return self.write(self.checkpoints, step=self.step, extra=extra, keep=self.options.keep)
+        return self.write(self.checkpoints, step=self.step, extra=extra, keep=self.settings.run.keep)
 
     def _save_and_measure(self) -> str:
         """Write a checkpoint; where, how large and in what time, as text."""
@@ -198,6 +196,10 @@ class Run(ABC, Generic[BatchT]):
 
     @contextlib.contextmanager
     def _sigterm_asks_to_stop(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # a rank that is a thread: signals are the business of whoever started it
+            return
+
         def ask(*_: object) -> None:
             self._stop_asked = True
 

@@ -17,30 +17,23 @@ import tyro
 
 import hybridpar as hp
 from hybridpar.topology import detect
+from recipes.common.config import TrainingConfig
 from recipes.common.loop import Run
 from recipes.common.metrics import MetricsWriter
 
 ConfigT = TypeVar("ConfigT")
 
 
-def join(*, out: Path, timeout: float, interfaces: tuple[str, ...], threads: int, plugins: tuple[str, ...]) -> hp.Group:
-    """Meet the other ranks, load plugins, and see that the run can write. Collective.
-
-    Args:
-        out: folder of the run.
-        timeout: seconds that a rank waits for the others before it gives up.
-        interfaces: network interfaces to use side by side.
-        threads: CPU threads of each rank; 0: the cores of the host divided among its ranks.
-        plugins: files (``*.py``) or modules to import for what they register.
-    """
-    group = hp.init(timeout=timeout, interfaces=interfaces)
+def join(config: TrainingConfig) -> hp.Group:
+    """Meet the other ranks, load plugins, and see that the run can write. Collective."""
+    group = hp.init(timeout=config.timeout, interfaces=config.gradients.interfaces)
     logging.basicConfig(format="%(message)s")
     for name in ("hybridpar", "recipes"):
         logging.getLogger(name).setLevel(logging.INFO if group.rank == 0 else logging.WARNING)
     cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads or max(1, cores // group.topology.local_size))
-    load_plugins(plugins)
-    prepare_output(out, group)
+    torch.set_num_threads(config.threads or max(1, cores // group.topology.local_size))
+    load_plugins(config.plugins)
+    prepare_output(config.run.out, group)
     return group
 
 
@@ -92,7 +85,8 @@ def run_to_the_end(run: Run[Any]) -> bool:
     with contextlib.ExitStack() as stack:
         metrics = None
         if run.chief:
-            writer = MetricsWriter(run.options.out, resumed_step=run.step, tensorboard=run.options.tensorboard)
+            options = run.settings.run
+            writer = MetricsWriter(options.out, resumed_step=run.step, tensorboard=options.tensorboard)
             metrics = stack.enter_context(writer)
         if run.step >= run.steps:
             run.evaluate()

@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import hybridpar as hp
-from recipes.common.config import (
-    GradientsConfig,
-    RowsConfig,
-    RunConfig,
-    check_lengths,
-    check_own_optimizer,
-    check_warmup,
-)
+from recipes.common.config import RowsConfig, ScheduleConfig, TrainingConfig
 from recipes.insightface.data import AugmentPolicy
 
 MARGINS: dict[str, type[hp.Margin]] = {
@@ -113,60 +106,25 @@ class HeadConfig(RowsConfig):
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(ScheduleConfig):
     """How weights move."""
 
     name: Literal["sgd", "adamw"] = "sgd"
     """sgd (with momentum) or adamw."""
-    learning_rate: float = 0.1
-    """Peak learning rate."""
     momentum: float = 0.9
     """Of sgd."""
     weight_decay: float = 5e-4
     """Of all weights, the head's included."""
-    schedule: Literal["polynomial", "cosine", "constant"] = "polynomial"
-    """How the learning rate falls to 0 after the warm-up; polynomial has power 2."""
-    warmup: float = 0.05
-    """Share of the steps in which the learning rate rises from 0."""
-    clip: float = 0.0
-    """Upper limit of the gradient norm over backbone and all shards; 0: none."""
 
 
-@dataclass(frozen=True)
-class TrainConfig:
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(TrainingConfig):
     """Train a recogniser whose classification head is cut by class across ranks."""
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    gradients: GradientsConfig = field(default_factory=GradientsConfig)
-    run: RunConfig = field(default_factory=lambda: RunConfig(out=Path("runs/insightface")))
-    mode: Literal["hybrid", "data"] = "hybrid"
-    """hybrid: the head is cut by class across ranks; data: every rank holds all of it, for comparison."""
-    batch: int = 512
-    """Samples of one optimizer step, over all ranks."""
-    accumulate: int = 1
-    """Forward and backward passes that one step is cut into, to save memory."""
-    epochs: float = 20.0
-    """Passes over the training set."""
-    steps: int = 0
-    """Optimizer steps; above 0 it replaces --epochs."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: autocast of backbone and head products; weights stay in float32."""
-    seed: int = 0
-    """Of initial weights, sample order and augmentation."""
-    threads: int = 0
-    """CPU threads of each rank; 0: the cores of the host divided among its ranks."""
-    timeout: float = 300.0
-    """Seconds that a rank waits for the others before it gives up."""
-    plugins: tuple[str, ...] = ()
-    """Python files or modules to import first, such as one that registers a partition rule."""
-
-    def __post_init__(self) -> None:
-        check_lengths(self.batch, self.accumulate, self.steps, self.epochs)
-        check_warmup(self.optimizer.warmup)
-        check_own_optimizer(self.head, self.mode, self.optimizer.clip)
 
 
 def glyph_options(config: TrainConfig) -> dict[str, Any]:

@@ -60,11 +60,15 @@ _SMALL_FACES = TrainConfig(
 _RECORDS = TrainConfig(
     data=DataConfig(kind="records", flip=True, augment=FACE_POLICY, workers=2),
     run=RunConfig(out=Path("runs/records")),
+    batch=512,
+    epochs=20,
 )
 
 _FOLDERS = TrainConfig(
     data=DataConfig(kind="folders", flip=True, augment=FACE_POLICY, workers=2, verification_identities=0.1),
     run=RunConfig(out=Path("runs/folders")),
+    batch=512,
+    epochs=20,
 )
 
 _SYNTHETIC = TrainConfig(

@@ -23,13 +23,7 @@ from recipes.insightface.trainer import Trainer
 
 def main(config: TrainConfig, build_learner: BuildLearner = TorchLearner) -> None:
     """Train to the end (or to SIGTERM), then verify, plot and export."""
-    group = join(
-        out=config.run.out,
-        timeout=config.timeout,
-        interfaces=config.gradients.interfaces,
-        threads=config.threads,
-        plugins=config.plugins,
-    )
+    group = join(config)
     dataset, pairs = hp.together(group, lambda: open_data(config))
     trainer = Trainer(config, dataset, pairs, group, build_learner)
     resumed = trainer.resume()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch import Tensor
 import hybridpar as hp
 from recipes.common.loop import Run, as_json
 from recipes.common.metrics import MetricsWriter
-from recipes.common.schedule import learning_rate
 from recipes.insightface.config import TrainConfig, glyph_options
 from recipes.insightface.data import IdentityDataset, VerificationPairs
 from recipes.insightface.inputs import Batch, Batches
@@ -43,7 +41,7 @@ class Trainer(Run[Batch]):
         build_learner: BuildLearner = TorchLearner,
     ) -> None:
         self.config, self.pairs = config, pairs
-        least = config.batch // config.accumulate // group.size
+        least = config.micro_batch // group.size
         if least < 2 and not config.model.sync_batch_norm:
             raise ValueError(
                 f"expected at least 2 samples a rank and pass for batch normalisation, got {least} from --batch "
@@ -51,34 +49,17 @@ class Trainer(Run[Batch]):
                 "raise --batch, or give --model.sync-batch-norm"
             )
         self.num_classes = dataset.num_classes
-        super().__init__(
-            config.run,
-            order=hp.GlobalOrder(len(dataset), seed=config.seed),
-            batch=config.batch,
-            steps=config.steps or math.ceil(config.epochs * len(dataset) / config.batch),
-            group=group,
-            timeline=hp.NoTimeline() if config.gradients.timeline is None else hp.Timeline(rank=group.rank),
-        )
+        super().__init__(config, len(dataset), group)
         self.learner = build_learner(config, dataset.num_classes, group, self.timeline)
-        self._batches = Batches(dataset, self.order, config.data, config.batch // config.accumulate, group)
+        self._batches = Batches(dataset, self.order, config.data, config.micro_batch, group)
         self.results: dict[str, VerificationResult] = {}
 
     def batches(self, first: int, last: int) -> Iterator[Batch]:
         return self._batches.between(first, last)
 
-    def learning_rate(self, step: int) -> float:
-        options = self.config.optimizer
-        return learning_rate(options.learning_rate, step, self.steps, warmup=options.warmup, schedule=options.schedule)
-
     def learn(self, batches: Iterator[Batch], rate: float) -> dict[str, float]:
         loss, norm = self.learner.step(itertools.islice(batches, self.config.accumulate), rate)
         return {"loss": loss, "gradient_norm": norm}
-
-    def train(self, metrics: MetricsWriter | None) -> bool:
-        finished = super().train(metrics)
-        if finished and self.config.gradients.timeline is not None:
-            self.timeline.save(self.config.gradients.timeline, self.group)
-        return finished
 
     def evaluate(self, metrics: MetricsWriter | None = None) -> dict[str, str]:
         """Verify on every set of pairs, the ranks sharing the images. Returns accuracies, on rank 0 only."""

@@ -226,6 +226,15 @@ def test_random_generators_go_on_where_the_number_of_ranks_is_the_same(tmp_path:
     assert [_draw(), _draw()] == expected
 
 
+def test_random_generators_are_left_alone_where_that_is_asked(tmp_path: Path) -> None:
+    hp.checkpoint.save(tmp_path, step=1, group=hp.Group.alone())
+    _draw()
+    before = torch.get_rng_state(), random.getstate()
+    hp.checkpoint.load(tmp_path, random_generators=False, group=hp.Group.alone())
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
 def test_random_generators_are_left_alone_on_another_number_of_ranks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

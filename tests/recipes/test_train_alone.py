@@ -170,9 +170,9 @@ def test_never_resume_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
 
 def test_unknown_names_and_impossible_batches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="margin arcface has the options"):
-        train.main(_config(tmp_path, head=dataclasses.replace(TrainConfig().head, margin_options={"m": 1.0})))
+        train.main(_config(tmp_path, head=dataclasses.replace(HeadConfig(), margin_options={"m": 1.0})))
     with pytest.raises(ValueError, match=r"even.*striped"):
-        train.main(_config(tmp_path, head=dataclasses.replace(TrainConfig().head, rule="unheard-of")))
+        train.main(_config(tmp_path, head=dataclasses.replace(HeadConfig(), rule="unheard-of")))
     with pytest.raises(ValueError, match="--plugins: expected a Python file"):
         train.main(_config(tmp_path, plugins=("missing.py",)))
     with pytest.raises(ValueError, match="accumulate divides"):

@@ -1,0 +1,1 @@
+"""Data of the recipe: text, tokenizers, masked samples of a token cache, and tables for classification."""
