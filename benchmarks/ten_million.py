@@ -45,7 +45,7 @@ from recipes.common.metrics import read_metrics  # noqa: E402  (the line above f
 from recipes.insightface.presets import PRESETS  # noqa: E402  (the line above finds it)
 
 PRESET = PRESETS["ten-million"][1]
-_BESIDE = 700_000_000  # bytes of a rank beside its rows
+_BESIDE = 500_000_000  # bytes of a rank beside its rows
 _SAVED = re.compile(r"step (\d+): checkpoint .* \(([\d,]+) MB in ([\d.]+) s\)")
 
 

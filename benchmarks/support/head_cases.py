@@ -21,6 +21,8 @@ from hybridpar.kernels import draw_normal_rows
 
 # Resident memory of a rank that trains a very small head: interpreter, torch, gloo, autograd.
 PROCESS_BYTES = 340 * MIB
+# Products that a head keeps for the backward pass at most, as it is built here.
+KEPT_BYTES = 128 * MIB
 # Relative; float32 over different orders of summation.
 LOSS_TOLERANCE = 1e-4
 
@@ -155,6 +157,7 @@ class Case:
         cut: whether a rank holds its share of the classes, or all of them.
         row_copies: matrices as large as a rank's rows that are in memory together at the worst moment.
         logits_copies: the same for matrices of a rank's logits.
+        keeps_products: whether products are kept for the backward pass, as far as they may.
         own_rows: matrices that the head cannot do without: rows, momentum, and where there is one the gradient.
         tolerance: by how much its losses may differ from those of the first case with the same loss, relative; None
             where they are of a sample.
@@ -164,10 +167,11 @@ class Case:
     build: Callable[[Work, nn.Module], Model]
     cut: bool
     row_copies: int
-    logits_copies: int
+    logits_copies: int = 0
     own_rows: float = 3
     tolerance: float | None = LOSS_TOLERANCE
     loss: str = "ArcFace"
+    keeps_products: bool = False
 
     def rows_bytes(self, work: Work, ranks: int) -> int:
         """Of the rows that one rank holds."""
@@ -177,26 +181,29 @@ class Case:
         """Bytes that one rank will need at most."""
         rows = math.ceil(work.classes / (ranks if self.cut else 1))
         logits = 4 * rows * work.batch * (ranks if self.cut else 1)
-        return PROCESS_BYTES + self.row_copies * self.rows_bytes(work, ranks) + self.logits_copies * logits
+        kept = min(logits, KEPT_BYTES) if self.keeps_products else 0
+        return PROCESS_BYTES + kept + self.row_copies * self.rows_bytes(work, ranks) + self.logits_copies * logits
 
 
 CASES = {
     # Rows, gradient, momentum.
-    "hybrid": Case(hybrid, cut=True, row_copies=3, logits_copies=0),
+    "hybrid": Case(hybrid, cut=True, row_copies=3, keeps_products=True),
     # Rows and momentum, and the products that are kept.
-    "rows": Case(rows_step, cut=True, row_copies=2, logits_copies=1, own_rows=2),
+    "rows": Case(rows_step, cut=True, row_copies=2, keeps_products=True, own_rows=2),
     # Products are rounded to 8 bits, and so are, at every step, the sums of them that make the features' gradient.
-    "rows bf16": Case(rows_step_bf16, cut=True, row_copies=2, logits_copies=1, own_rows=2, tolerance=1e-2),
-    "bf16 rows": Case(half_rows_step, cut=True, row_copies=1, logits_copies=1, own_rows=1, tolerance=1e-2),
-    "rate 0.1": Case(rows_step_sampled, cut=True, row_copies=2, logits_copies=1, own_rows=2, tolerance=None),
-    "bf16 rate 0.1": Case(half_rows_step_sampled, cut=True, row_copies=1, logits_copies=1, own_rows=1, tolerance=None),
+    "rows bf16": Case(rows_step_bf16, cut=True, row_copies=2, keeps_products=True, own_rows=2, tolerance=1e-2),
+    "bf16 rows": Case(half_rows_step, cut=True, row_copies=1, keeps_products=True, own_rows=1, tolerance=1e-2),
+    "rate 0.1": Case(rows_step_sampled, cut=True, row_copies=2, keeps_products=True, own_rows=2, tolerance=None),
+    "bf16 rate 0.1": Case(
+        half_rows_step_sampled, cut=True, row_copies=1, keeps_products=True, own_rows=1, tolerance=None
+    ),
     # And the bucket in which the gradient travels. It lies in shared memory: each rank's resident memory counts pages
     # of the other ranks' buckets too, the machine holds them once.
     "data": Case(data, cut=False, row_copies=4, logits_copies=0),
     # And unit rows, their gradient, and two temporaries of the normalisation's backward pass.
     "dense logits": Case(dense_logits, cut=True, row_copies=7, logits_copies=4),
     "dense 0.1": Case(dense_sampled, cut=True, row_copies=7, logits_copies=1, tolerance=None),
-    "softmax": Case(softmax, cut=True, row_copies=2, logits_copies=1, own_rows=2, tolerance=1e-2, loss="softmax"),
+    "softmax": Case(softmax, cut=True, row_copies=2, keeps_products=True, own_rows=2, tolerance=1e-2, loss="softmax"),
     "loss parallel": Case(torch_loss_parallel, cut=True, row_copies=4, logits_copies=4, loss="softmax"),
     # And the bucket, which DistributedDataParallel builds anew after the first step.
     "torch DDP": Case(torch_ddp, cut=False, row_copies=9, logits_copies=4),
