@@ -70,7 +70,6 @@ class Lamb(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        plain: list[_Step] = []
         cut: dict[Group, list[_Step]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -78,9 +77,10 @@ class Lamb(Optimizer):
                     continue
                 one = _Step(parameter, self._direction(parameter, group), group["lr"], scaled=group["weight_decay"] > 0)
                 ranks: Group | None = getattr(parameter, "hybridpar_group", None)
-                (plain if ranks is None or ranks.size == 1 else cut.setdefault(ranks, [])).append(one)
-        for one in plain:
-            one.apply(one.squares())
+                if ranks is None or ranks.size == 1:
+                    one.apply(one.squares())
+                else:
+                    cut.setdefault(ranks, []).append(one)
         for ranks, steps in cut.items():
             # In one message, whose order is that of the parameter groups: the same on every rank.
             squares = ranks.all_reduce(torch.stack([one.squares() for one in steps]))

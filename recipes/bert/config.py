@@ -38,10 +38,10 @@ class TextConfig:
     held_out: float = 0.05
     """Share of the documents (task classify: of the rows) that are kept apart for evaluation."""
     held_out_samples: int = 2048
-    """Evaluate on no more held-out sequences than this."""
+    """Evaluate on no more held-out sequences than this, spread over all."""
     cache: Path | None = None
-    """Task mask: folder for the text as tokens, mapped into memory; by default "cache" in --run.out. Several runs may
-    share one."""
+    """Task mask: folder for text as tokens, mapped into memory; by default "cache" in --run.out. Runs may share one: in
+    it each text, tokenizer and split has a folder of its own."""
 
     def __post_init__(self) -> None:
         for name, low in (("vocab_size", 64), ("length", 4), ("held_out_samples", 1)):
@@ -57,8 +57,8 @@ class ModelConfig:
     """The encoder: a BERT of transformers, whose defaults are those of BERT-base."""
 
     pretrained: Path | None = None
-    """A folder that transformers saved: configuration, weights and tokenizer are taken from there, and the sizes below
-    do not count."""
+    """A folder that transformers saved: configuration, weights and tokenizer come from there, and nothing below
+    counts."""
     layers: int = 12
     """Transformer layers."""
     hidden: int = 768

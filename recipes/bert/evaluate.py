@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import tyro
 
 import hybridpar as hp
 from recipes.bert.classify_task import Judged, most_frequent
-from recipes.bert.data.cache import TokenCache, build_cache
+from recipes.bert.data.cache import HEADER, TokenCache, build_cache
 from recipes.bert.data.classification import Table, open_table, split_table
 from recipes.bert.data.corpus import open_corpus
 from recipes.bert.data.pretraining import Sequences, unigram_baseline
@@ -43,13 +44,25 @@ class Options:
     path: tuple[Path, ...] = ()
     """Task mask: text files, or folders of them; task classify: one table. By default what the run held out."""
     samples: int = 0
-    """Judge on no more sequences than this; 0: all."""
+    """Judge on no more sequences than this, spread over all; 0: all."""
     out: Path | None = None
     """Folder for the report; by default "evaluation" in the run."""
     batch: int = 64
     """Sequences of one forward pass."""
     device: str = "cpu"
     """Where to compute: cpu, cuda, cuda:1."""
+
+    def __post_init__(self) -> None:
+        if self.samples < 0 or self.batch < 1:
+            raise ValueError(
+                f"expected samples of at least 0 and a batch of at least 1, got {self.samples} and {self.batch}"
+            )
+        try:
+            torch.zeros(1, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(
+                f"device: expected one that is there, such as cpu, got {self.device!r}: {error}"
+            ) from error
 
 
 Results = Mapping[str, Mapping[str, float]]
@@ -62,10 +75,7 @@ def judge_masked(trained: TrainedBert, options: Options) -> Results:
         ValueError: the text cannot be used, or the run's own tokens are gone.
     """
     data = trained.config["data"]
-    own = Path(data["cache"]) if data["cache"] else run_of(trained.directory) / CACHE
-    if not own.is_dir():
-        raise ValueError(f"expected the tokens of the run in {own}, from which guesses are made, got no such folder")
-    cache = TokenCache(own)
+    cache = find_tokens(trained)
     probabilities = unigram_baseline(cache)
     with contextlib.ExitStack() as stack:
         sequences = Sequences(cache, "held_out", length=data["length"])
@@ -73,10 +83,27 @@ def judge_masked(trained: TrainedBert, options: Options) -> Results:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             other = build_cache(folder, open_corpus(options.path), trained.tokenizer, held_out=0.0, seed=0)
             sequences = Sequences(other, "train", length=data["length"])
-        held_out = HeldOut(sequences, trained.tokenizer, data["mask_share"])
-        count = min(len(held_out), options.samples or len(held_out))
-        model = held_out.evaluate(trained.judge, hp.Group.alone(), count, options.batch)
-        return {"model": model, **held_out.baselines(probabilities, count)}
+        held_out = HeldOut(sequences, trained.tokenizer, data["mask_share"], options.samples or len(sequences))
+        model = held_out.evaluate(trained.judge, hp.Group.alone(), options.batch)
+        return {"model": model, **held_out.baselines(probabilities)}
+
+
+def find_tokens(trained: TrainedBert) -> TokenCache:
+    """Those that the run was trained with.
+
+    Raises:
+        ValueError: they are not where it left them.
+    """
+    data = trained.config["data"]
+    folder = Path(data["cache"]) if data["cache"] else run_of(trained.directory) / CACHE
+    for header in sorted(folder.glob(f"*/{HEADER}")):
+        cache = TokenCache(header.parent, verify=False)
+        if cache.fingerprint == trained.tokens:
+            return TokenCache(header.parent)
+    raise ValueError(
+        f"expected the tokens of the run in {folder}, got none, or those of other text; start the command of the run "
+        "again, and it makes them anew"
+    )
 
 
 def judge_texts(trained: TrainedBert, options: Options) -> Results:
@@ -101,10 +128,12 @@ def judge_texts(trained: TrainedBert, options: Options) -> Results:
         train, held_out = split_table(train, held_out=data["held_out"], seed=config["seed"])
     else:
         held_out = read(data["evaluate"])
-    judged = Judged(read(options.path[0]) if options.path else held_out, trained.tokenizer, data["length"])
-    count = min(len(judged), options.samples or len(judged))
-    model = judged.evaluate(trained.judge, hp.Group.alone(), count, options.batch)
-    return {"model": model, **judged.baselines(count, most_frequent(train))}
+    table = read(options.path[0]) if options.path else held_out
+    if (train.pairs is None) != (table.pairs is None):
+        raise ValueError(f"{table.path}: expected single texts or pairs as in {train.path}, got the other")
+    judged = Judged(table, trained.tokenizer, data["length"], options.samples or len(table))
+    model = judged.evaluate(trained.judge, hp.Group.alone(), options.batch)
+    return {"model": model, **judged.baselines(most_frequent(train))}
 
 
 def main(options: Options) -> None:

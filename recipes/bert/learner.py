@@ -124,14 +124,8 @@ class Learner:
         batch = batch.to(self.device)
         with self._autocast():
             features = self.encoder(*batch.inputs)
-            head = self.head
-            if head.group.size < self._group.size:
-                # Whole on every rank: the mean over the ranks is that of all features.
-                local = head(features, batch.labels).expand(len(batch.labels))
-                loss = hp.global_mean(local, torch.ones_like(batch.labels, dtype=torch.bool), group=self._group)
-            else:
-                loss = head(features, batch.labels)
-            return float(loss), head.predict(features)[1][:, 0]
+            loss = self.network.loss_of(features, batch.labels)
+            return float(loss), self.head.predict(features)[1][:, 0]
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._config.precision == "bfloat16")

@@ -31,7 +31,7 @@ EncoderT = TypeVar("EncoderT", bound="Encoder")
 Rows = tuple[Tensor, Tensor]
 """Weight [K, D] and bias [K] of an output layer."""
 
-# Always saved, which the name of the output layer is not: see to_transformers.
+# Where transformers saved two names of one tensor, it left one of them out: see to_transformers.
 _OTHER_NAMES = {"cls.predictions.decoder.bias": "cls.predictions.bias"}
 
 
@@ -162,10 +162,20 @@ def read_config(folder: Path) -> BertConfig:
     return BertConfig(**described)
 
 
+def expect_room(config: BertConfig, folder: Path, *, length: int, pairs: bool) -> None:
+    """Raises ValueError where a model is too small for sequences of ``length`` tokens, or for pairs of texts."""
+    if length > config.max_position_embeddings:
+        raise ValueError(
+            f"data.length: expected at most {config.max_position_embeddings}, the positions of {folder}, got {length}"
+        )
+    if pairs and config.type_vocab_size < 2:
+        raise ValueError(f"{folder}: expected a model with two token types, for pairs of texts, got one")
+
+
 def load_pretrained(folder: Path, config: BertConfig, encoder: type[EncoderT]) -> tuple[EncoderT, Rows | None]:
     """An encoder with the weights of a model that ``transformers`` saved, and its output layer if it has one.
 
-    What the saved model lacks (a pooler, a transform) starts anew, and is named in a warning.
+    What the saved model lacks (a pooler, a transform, an output layer) starts anew, and is named in a log line.
 
     Raises:
         ValueError: the weights cannot be read, or do not fit the configuration.
@@ -183,9 +193,11 @@ def load_pretrained(folder: Path, config: BertConfig, encoder: type[EncoderT]) -
     if f"{encoder.decoder}.weight" not in missing:
         weights = whole.state_dict()
         bias = f"{encoder.decoder}.bias"
-        rows = weights[f"{encoder.decoder}.weight"].clone(), weights[_OTHER_NAMES.get(bias, bias)].clone()
-    if anew := sorted(name for name in missing if not name.startswith(encoder.decoder)):
-        log.warning("%s lacks %s: they start anew", folder, ", ".join(anew))
+        rows = weights[f"{encoder.decoder}.weight"], weights[_OTHER_NAMES.get(bias, bias) if bias in missing else bias]
+    if rows is not None:
+        missing -= {f"{encoder.decoder}.bias"}
+    if missing:
+        log.info("%s lacks %s: they start anew", folder, ", ".join(sorted(missing)))
     result = encoder(config)
     state = {
         f"{mine}.{name.removeprefix(f'{theirs}.')}": value
@@ -193,7 +205,7 @@ def load_pretrained(folder: Path, config: BertConfig, encoder: type[EncoderT]) -
         for name, value in whole.state_dict().items()
         if name.startswith(f"{theirs}.")
     }
-    result.load_state_dict({name: value.clone() for name, value in state.items() if name in result.state_dict()})
+    result.load_state_dict({name: state[name] for name in result.state_dict()})
     return result, rows
 
 

@@ -18,7 +18,12 @@ _SHARES = ("accuracy", "f1")
 
 
 def plot_run(
-    records: Sequence[Record], folder: Path | str, *, title: str, baselines: Mapping[str, Mapping[str, float]]
+    records: Sequence[Record],
+    folder: Path | str,
+    *,
+    title: str,
+    baselines: Mapping[str, Mapping[str, float]],
+    unit: str = "token",
 ) -> list[Path]:
     """Draw every plot that the records have values for into ``folder`` (which exists); return the files written.
 
@@ -27,10 +32,11 @@ def plot_run(
         folder: for the plots.
         title: of each of them.
         baselines: what is reached without a model, by name, under the names of the metrics.
+        unit: what the loss is the mean over.
     """
     loss, throughput = (Path(folder) / f"{name}.png" for name in ("loss", "throughput"))
     drawn = {
-        loss: plot_loss(records, loss, title=title),
+        loss: plot_loss(records, loss, title=title, unit=unit),
         throughput: plot_throughput(records, throughput, title=title),
     }
     for name in sorted({key for record in records for key in record if key.startswith(HELD_OUT)}):

@@ -28,7 +28,7 @@ _BASE = TrainConfig(
 
 _CLASSIFY = TrainConfig(
     task="classify",
-    data=TextConfig(path=(Path("texts.csv"),), held_out=0.1),
+    data=TextConfig(path=(Path("texts.csv"),), held_out=0.1, held_out_samples=100_000),
     optimizer=replace(ADAMW, learning_rate=3e-5),
     run=RunConfig(out=Path("runs/bert-classify"), checkpoint_every=500, evaluate_every=500),
     mode="data",

@@ -61,6 +61,12 @@ class Task(ABC):
         """What must be the same where a run goes on."""
 
 
+def spread(total: int, most: int) -> Int64Array:
+    """``most`` of ``total`` numbers from 0 on, or all of them, at even distances: files may be sorted."""
+    count = min(total, most)
+    return np.arange(count, dtype=np.int64) * total // max(count, 1)
+
+
 def shares(count: int, micro_batch: int, group: hp.Group) -> Iterator[Int64Array]:
     """This rank's part of samples 0 .. count - 1, ``micro_batch`` at a time over all ranks; it may be empty."""
     for first in range(0, count, micro_batch):

@@ -59,7 +59,8 @@ def report(trainer: Trainer) -> None:
     plots.mkdir(exist_ok=True)
     bert = trainer.learner.encoder.config
     title = f"{config.task}, {bert.num_hidden_layers} x {bert.hidden_size}, {config.mode}, {trainer.group.size} ranks"
-    written = plot_run(read_metrics(config.run.out), plots, title=title, baselines=baselines)
+    unit = "token" if config.task == "mask" else "text"
+    written = plot_run(read_metrics(config.run.out), plots, title=title, baselines=baselines, unit=unit)
     results = {"model": trainer.results, **baselines}
     path = plots / REPORT_FILE
     path.write_text(json.dumps({"step": trainer.step, "results": results}, indent=2) + "\n", encoding="utf-8")

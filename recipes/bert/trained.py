@@ -37,6 +37,7 @@ class TrainedBert:
         step: of the checkpoint.
         directory: of the checkpoint.
         config: the whole configuration of the training run, as it was stored.
+        tokens: fingerprint of the tokens that the run was trained with; None where it had no cache.
     """
 
     task: str
@@ -47,6 +48,7 @@ class TrainedBert:
     step: int
     directory: Path
     config: Mapping[str, Any]
+    tokens: str | None
 
     @torch.no_grad()
     def judge(self, batch: Batch) -> tuple[float, Tensor]:
@@ -57,12 +59,9 @@ class TrainedBert:
 
     def to_transformers(self) -> PreTrainedModel:
         """The model as ``transformers`` knows it, in float32 and evaluation mode."""
-        ids = torch.arange(self.head.num_classes)
-        order = torch.empty_like(ids)
-        order[self.head.layout.class_ids(0)] = ids
         assert self.head.bias is not None
-        weight, bias = (each.detach().float().cpu()[order] for each in (self.head.weight, self.head.bias))
-        return self.encoder.to_transformers((weight, bias), self.labels)
+        # One rank, even rule: row i is class i.
+        return self.encoder.to_transformers((self.head.weight.detach(), self.head.bias.detach()), self.labels)
 
 
 def load_trained(path: Path | str, device: torch.device | str = "cpu") -> TrainedBert:
@@ -78,6 +77,10 @@ def load_trained(path: Path | str, device: torch.device | str = "cpu") -> Traine
     if not isinstance(recipe, dict) or not {"task", "bert", "num_classes", "labels"} <= set(recipe):
         raise ValueError(f"{directory / MANIFEST} describes no BERT: it was not written by recipes.bert")
     tokenizer = load_tokenizer(run_of(directory) / TOKENIZER)
+    if tokenizer.fingerprint != extra["data"]["tokenizer"]:
+        raise ValueError(
+            f"{run_of(directory) / TOKENIZER}: expected the tokenizer that the run was trained with, got another"
+        )
     encoder = ENCODERS[recipe["task"]](BertConfig(**recipe["bert"])).to(device)
     group = hp.Group.alone()
     head = hp.ShardedClassifier(
@@ -97,4 +100,5 @@ def load_trained(path: Path | str, device: torch.device | str = "cpu") -> Traine
         step=int(manifest["step"]),
         directory=directory,
         config=extra.get("config") or {},
+        tokens=extra["data"].get("tokens"),
     )

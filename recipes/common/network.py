@@ -34,6 +34,10 @@ class Network(ABC):
             inputs: of the backbone.
         """
 
+    @abstractmethod
+    def loss_of(self, features: Tensor, labels: Tensor) -> Tensor:
+        """The same from features [b, D] that there are already. Collective."""
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside neither exchange gradients of what is replicated nor step rows: all but the last."""
@@ -68,7 +72,10 @@ class HybridNetwork(Network):
         self._replicated = hp.DataParallel(backbone, group=group, **parallel)
 
     def loss(self, labels: Tensor, *inputs: Tensor | None) -> Tensor:
-        loss: Tensor = self.head(self._replicated(*inputs), labels)
+        return self.loss_of(self._replicated(*inputs), labels)
+
+    def loss_of(self, features: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.head(features, labels)
         return loss
 
 
@@ -77,11 +84,15 @@ class DataNetwork(Network):
 
     def __init__(self, backbone: nn.Module, head: hp.ShardedClassifier, group: hp.Group, **parallel: Any) -> None:
         self.backbone, self.head = backbone, head
-        both = _Both(backbone, hp.ReplicatedClassifier(head, group))
-        self._replicated = hp.DataParallel(both, group=group, **parallel)
+        self._whole_head = hp.ReplicatedClassifier(head, group)
+        self._replicated = hp.DataParallel(_Both(backbone, self._whole_head), group=group, **parallel)
 
     def loss(self, labels: Tensor, *inputs: Tensor | None) -> Tensor:
         loss: Tensor = self._replicated(labels, *inputs)
+        return loss
+
+    def loss_of(self, features: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self._whole_head(features, labels)
         return loss
 
 

@@ -25,7 +25,7 @@ COLOURS = (BLUE, ORANGE, "#3a923a", "#8c564b", "#7a5ab5", "#c03d3e")
 Floats = npt.NDArray[np.float64]
 
 
-def plot_loss(records: Sequence[Record], path: Path | str, *, title: str) -> bool:
+def plot_loss(records: Sequence[Record], path: Path | str, *, title: str, unit: str = "sample") -> bool:
     """Loss (as measured, and smoothed) over the learning rate, by step. False, and no file, without a loss."""
     steps, loss = series(records, LOSS)
     if len(steps) == 0:
@@ -36,7 +36,7 @@ def plot_loss(records: Sequence[Record], path: Path | str, *, title: str) -> boo
     upper, lower = panels
     upper.plot(steps, loss, color=BLUE, alpha=0.3, linewidth=1.0, label="each report")
     upper.plot(steps, smoothed(loss), color=BLUE, linewidth=2.0, label="smoothed")
-    upper.set_ylabel("loss (nats per sample)")
+    upper.set_ylabel(f"loss (nats per {unit})")
     upper.legend(loc="upper right", frameon=False)
     lower.plot(rate_steps, rates, color=ORANGE, linewidth=1.6)
     lower.set_ylabel("learning rate")

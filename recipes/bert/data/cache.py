@@ -122,6 +122,12 @@ def open_cache(
     return TokenCache(folder, verify=verify)
 
 
+def cache_name(corpus: Corpus, tokenizer: WordPiece, *, held_out: float, seed: int) -> str:
+    """A name for the folder of a cache, which no cache that is made from something else has."""
+    made_from = _made_from(corpus, tokenizer, held_out=held_out, seed=seed)
+    return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def build_cache(
     folder: Path,
     corpus: Corpus,
@@ -149,6 +155,8 @@ def build_cache(
     if not 0 <= held_out < 1:
         raise ValueError(f"held_out: expected a share of the documents in [0, 1), got {held_out}")
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob("*.tmp"):
+        left.unlink()  # of a process that was killed
     temporaries = {part: folder / f"{name}.{os.getpid()}.tmp" for part, name in _FILES.items()}
     temporary_header = folder / f"{HEADER}.{os.getpid()}.tmp"
     try:

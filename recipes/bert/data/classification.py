@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,12 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of all rows."""
+        rows = [self.texts, self.pairs, self.labels.tolist(), self.names]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def select(self, rows: Int64Array) -> Table:
         """Some of the rows, with the same classes."""
@@ -162,6 +169,8 @@ def open_table(
             columns = _columns(path, line, row, text, text_pair, label)
         text_column, pair_column, label_column = columns
         texts.append(_cell(path, line, row, text_column))
+        if pair_column is None and text_pair is None and PAIR_COLUMN in row:
+            raise ValueError(f"{path}, line {line}: expected rows of one text as above, got a {PAIR_COLUMN}")
         if pair_column is not None:
             pairs.append(_cell(path, line, row, pair_column))
         labels.append(_cell(path, line, row, label_column).strip())
@@ -293,6 +302,10 @@ def _columns(
 def _cell(path: Path, line: int, row: Mapping[str, object], column: str) -> str:
     value = row.get(column)
     if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f'{path}, line {line}: expected text in column "{column}", got {error}') from error
         return value
     if isinstance(value, bool):
         return str(value).lower()  # as JSON writes it

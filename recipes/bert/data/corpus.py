@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 from recipes.bert.data.embedded import EXTRACTION, TextSource, find_sources, read_prose
 from recipes.bert.data.lines import check_regular, read_lines
@@ -22,18 +21,6 @@ LONGEST_DOCUMENT = 1 << 16
 
 # Of cutting files into documents; caches of an older way are made anew.
 _FORMAT = 1
-
-
-class CorpusSize(NamedTuple):
-    """How much text there is.
-
-    Attributes:
-        documents: how many.
-        bytes: of their text as UTF-8.
-    """
-
-    documents: int
-    bytes: int
 
 
 class Corpus(ABC):
@@ -50,15 +37,6 @@ class Corpus(ABC):
     @abstractmethod
     def __iter__(self) -> Iterator[str]:
         """The documents, in order, read anew by each iteration."""
-
-    @cached_property
-    def size(self) -> CorpusSize:
-        """Number of documents and bytes; reads the whole corpus once."""
-        documents = total = 0
-        for document in self:
-            documents += 1
-            total += len(document.encode())
-        return CorpusSize(documents, total)
 
 
 class FileCorpus(Corpus):
@@ -122,12 +100,14 @@ def open_corpus(paths: Sequence[Path]) -> Corpus:
         else:
             check_regular(path)
             files.append(path)
-    seen: set[str] = set()
+    seen: set[tuple[int, int]] = set()
     for path in files:
-        name = os.path.normpath(path.absolute())
-        if name in seen:
-            raise ValueError(f"{path}: named twice; name each file once, by itself or by a folder that holds it")
-        seen.add(name)
+        status = path.stat()
+        if (status.st_dev, status.st_ino) in seen:
+            raise ValueError(
+                f"{path}: named twice, perhaps by a link; name each file once, by itself or by a folder that holds it"
+            )
+        seen.add((status.st_dev, status.st_ino))
     corpus = FileCorpus(files)
     if next(iter(corpus), None) is None:
         named = ", ".join(map(str, paths))
@@ -164,7 +144,13 @@ def is_held_out(document: str, *, share: float, seed: int) -> bool:
 
 def _text_files(folder: Path) -> list[Path]:
     found = []
+    visited: set[tuple[int, int]] = set()  # links may lead in circles
     for here, folders, files in os.walk(folder, followlinks=True, onerror=_raise):
+        status = Path(here).stat()
+        if (status.st_dev, status.st_ino) in visited:
+            folders[:] = []
+            continue
+        visited.add((status.st_dev, status.st_ino))
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(here, name) for name in files if not name.startswith(".") and name.lower().endswith(SUFFIXES)]
     if not found:

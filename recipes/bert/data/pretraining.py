@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -88,23 +87,6 @@ class Sequences:
         tokens = self.tokens(indices)
         inputs, labels = mask_batch(tokens, indices, epochs, seed=seed, tokenizer=tokenizer, share=share)
         return Batch(*(torch.from_numpy(array) for array in (inputs, self.attended(indices), labels)))
-
-
-def held_out_batches(
-    sequences: Sequences,
-    indices: Int64Array,
-    *,
-    batch_size: int,
-    tokenizer: WordPiece,
-    share: float = 0.15,
-    seed: int = HELD_OUT_SEED,
-) -> Iterator[Batch]:
-    """The given samples in batches of ``batch_size`` (the last may be smaller), always with the same masks."""
-    if batch_size < 1:
-        raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
-    for first in range(0, len(indices), batch_size):
-        chosen = indices[first : first + batch_size]
-        yield sequences.batch(chosen, np.zeros_like(chosen), seed=seed, tokenizer=tokenizer, share=share)
 
 
 def unigram_baseline(cache: TokenCache) -> npt.NDArray[np.float64]:

@@ -109,12 +109,18 @@ class WordPiece:
         names = dict(
             zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL_TOKENS, strict=True)
         )
-        kind = "BertTokenizer" if self.whole_words else "PreTrainedTokenizerFast"
-        settings = {"tokenizer_class": kind, "do_lower_case": self.lowercase} | names
+        settings = {"tokenizer_class": self._kind(), "do_lower_case": self.lowercase} | names
         (folder / _CONFIG).write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
         if self.whole_words:
             tokens = [self._inner.id_to_token(number) or "" for number in range(self.vocab_size)]
             (folder / _VOCABULARY).write_text("".join(f"{token}\n" for token in tokens), "utf-8")
+
+    def _kind(self) -> str:
+        """Which class of `transformers` does the same: one of them puts BERT's own rules in the place of others."""
+        content = json.loads(self._inner.to_str())
+        parts = [(content[name] or {}).get("type") for name in ("normalizer", "pre_tokenizer")]
+        berts = self.whole_words and parts == ["BertNormalizer", "BertPreTokenizer"]
+        return "BertTokenizer" if berts else "PreTrainedTokenizerFast"
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, lowercase: bool = True) -> WordPiece:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
+import hybridpar as hp
 from recipes.bert import evaluate, export, train
 from recipes.bert.config import OptimizerConfig, TextConfig, TrainConfig
+from recipes.bert.tasks import open_task
 from recipes.bert.trained import load_trained
 from recipes.common.config import RowsConfig
 from tests.recipes.bert.runs import losses, save_model, small_config, train_threads, write_text
@@ -210,19 +213,68 @@ def test_a_tokenizer_of_another_size_than_the_model_is_refused(text: Path, model
 def test_a_corrupt_cache_is_named_with_the_way_out(text: Path, model: Path, tmp_path: Path) -> None:
     config = small_config(tmp_path, text, model, steps=1)
     train.main(config)
-    tokens = tmp_path / "cache" / "train.tokens"
+    (tokens,) = (tmp_path / "cache").glob("*/train.tokens")
     content = bytearray(tokens.read_bytes())
     content[100] ^= 1
     tokens.write_bytes(content)
-    _refused(config, rf"{tokens}: the token cache is corrupt .*; delete {tmp_path / 'cache'}")
+    _refused(config, rf"{tokens}: the token cache is corrupt .*; delete {tokens.parent}")
 
 
 def test_text_that_was_changed_is_no_place_to_go_on(model: Path, tmp_path: Path) -> None:
     text = write_text(tmp_path / "text.txt")
     config = small_config(tmp_path / "out", text, model, steps=1)
     train.main(config)
+    before = text.read_text()
     write_text(text, documents=70)
     _refused(dataclasses.replace(config, steps=2), "trained with data tokens")
+    evaluate.main(evaluate.Options(checkpoint=config.run.out))  # the run has lost nothing
+    text.write_text(before)
+    train.main(dataclasses.replace(config, steps=2))
+
+
+def test_another_tokenizer_is_refused_before_the_run_has_lost_its_own(text: Path, tmp_path: Path) -> None:
+    config = small_config(tmp_path / "out", text, None, steps=1)
+    train.main(config)
+    kept = (config.run.out / "tokenizer" / "vocab.txt").read_text()
+    other = tmp_path / "vocab.txt"
+    other.write_text("\n".join(sorted(kept.split())) + "\n")
+    longer = dataclasses.replace(config, steps=2)
+    data = dataclasses.replace(config.data, tokenizer=other)
+    _refused(dataclasses.replace(longer, data=data), f"trained with another tokenizer than {other}")
+    data = dataclasses.replace(config.data, vocab_size=80)
+    _refused(dataclasses.replace(longer, data=data), "trained with another --data.vocab-size")
+    assert (config.run.out / "tokenizer" / "vocab.txt").read_text() == kept
+    train.main(longer)
+
+
+def test_without_a_checkpoint_settings_of_the_tokenizer_count_anew(text: Path, tmp_path: Path) -> None:
+    config = small_config(tmp_path, text, None, steps=1)
+    train.main(config)
+    shutil.rmtree(tmp_path / "checkpoints")
+    train.main(dataclasses.replace(config, data=dataclasses.replace(config.data, vocab_size=80)))
+    assert load_trained(tmp_path).head.num_classes == 80
+
+
+def test_sequences_longer_than_a_pretrained_model_takes_are_refused(text: Path, model: Path, tmp_path: Path) -> None:
+    config = small_config(tmp_path, text, model)
+    data = dataclasses.replace(config.data, length=64)
+    _refused(dataclasses.replace(config, data=data), f"expected at most 32, the positions of {model}, got 64")
+
+
+def test_a_table_in_the_order_of_its_labels_is_judged_all_over(text: Path, model: Path, tmp_path: Path) -> None:
+    rows = [f"{label} number {number},{label}" for label in ("few", "many") for number in range(40)]
+    table = tmp_path / "table.csv"
+    table.write_text("text,label\n" + "\n".join(rows) + "\n")
+    data = TextConfig(path=(table,), length=16, held_out=0.5, held_out_samples=10)
+    task = open_task(small_config(tmp_path / "out", text, model, task="classify", data=data), hp.Group.alone())
+    assert 0.3 < task.baselines["most frequent"]["accuracy"] < 0.7
+    assert "10 of " in task.summary
+
+
+@pytest.mark.parametrize(("option", "value"), [("samples", -1), ("batch", 0), ("device", "foo"), ("device", "cuda:77")])
+def test_evaluation_refuses_options_that_cannot_be(tmp_path: Path, option: str, value: object) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        evaluate.Options(checkpoint=tmp_path, **{option: value})
 
 
 def test_a_folder_without_a_model_is_refused(text: Path, tmp_path: Path) -> None:

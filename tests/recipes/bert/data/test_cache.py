@@ -51,7 +51,9 @@ def test_streams_are_the_documents_joined_by_separators(corpus: Corpus, cache: T
         assert tokens.dtype == np.uint16 and not tokens.flags.writeable
         assert tokens.tolist() == expected_stream(corpus, tokenizer, held_out=held_out)
     assert (cache.train_tokens, cache.held_out_tokens) == (len(cache.stream("train")), len(cache.stream("held_out")))
-    assert sum(cache.documents.values()) == corpus.size.documents and cache.text_bytes == corpus.size.bytes
+    assert sum(cache.documents.values()) == len(list(corpus)) and cache.text_bytes == sum(
+        len(t.encode()) for t in corpus
+    )
     assert cache.vocab_size == 600 and cache.sources == corpus.sources
     assert cache.special_ids == {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
     counts = np.bincount(cache.stream("train"), minlength=600)
@@ -83,13 +85,13 @@ def test_the_fingerprint_follows_the_tokens_and_not_where_the_text_lay(
 def test_nothing_held_out_is_an_empty_stream(tmp_path: Path, corpus: Corpus) -> None:
     cache = build_cache(tmp_path / "cache", corpus, small_tokenizer(), held_out=0.0, seed=5)
     assert len(cache.stream("held_out")) == cache.held_out_tokens == 0
-    assert cache.documents == {"train": corpus.size.documents, "held_out": 0}
+    assert cache.documents == {"train": len(list(corpus)), "held_out": 0}
 
 
 def test_progress_tells_how_many_documents_are_done(tmp_path: Path, corpus: Corpus) -> None:
     seen: list[int] = []
     build_cache(tmp_path / "cache", corpus, small_tokenizer(), **SETTINGS, progress=seen.append)
-    assert seen == sorted(seen) and seen[-1] == corpus.size.documents
+    assert seen == sorted(seen) and seen[-1] == len(list(corpus))
 
 
 def test_a_cache_of_the_same_settings_is_opened_and_of_others_is_not(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hybridpar.global_order import GlobalOrder
 from recipes.bert.data.cache import TokenCache, build_cache
 from recipes.bert.data.corpus import open_corpus
-from recipes.bert.data.pretraining import Sequences, held_out_batches, unigram_baseline
+from recipes.bert.data.pretraining import Sequences, unigram_baseline
 from tests.recipes.bert.data.texts import TOPICS, small_tokenizer
 
 
@@ -64,17 +64,6 @@ def test_a_batch_is_the_same_whatever_else_is_in_it_and_on_any_number_of_ranks(c
     assert torch.equal(whole.labels[chosen], tokens[chosen])
     assert torch.equal(whole.input_ids[~chosen], tokens[~chosen])
     assert torch.equal(whole.attention_mask, torch.from_numpy(sequences.attended(indices)))
-
-
-def test_held_out_masks_are_the_same_each_time_and_in_each_batch_size(cache: TokenCache) -> None:
-    sequences, tokenizer = Sequences(cache, "held_out", length=16), small_tokenizer()
-    indices = np.arange(len(sequences))
-    runs = [list(held_out_batches(sequences, indices, batch_size=size, tokenizer=tokenizer)) for size in (7, 7, 64)]
-    assert [len(batch.labels) for batch in runs[0]][:-1] == [7] * (len(runs[0]) - 1)
-    joined = [[torch.cat(field) for field in zip(*run, strict=True)] for run in runs]
-    for other in joined[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(joined[0], other, strict=True))
-    assert len(joined[0][0]) == len(sequences)
 
 
 def test_sequences_are_small_to_pickle_and_read_the_same(cache: TokenCache) -> None:
