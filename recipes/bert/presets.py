@@ -13,10 +13,10 @@ from recipes.common.config import RunConfig
 _EMBEDDED = TrainConfig(
     data=TextConfig(vocab_size=4096, length=64, mask_share=0.2, held_out_samples=1024),
     model=ModelConfig(layers=2, hidden=128, heads=4, intermediate=512, positions=128, dropout=0.0),
-    optimizer=replace(ADAMW, learning_rate=2e-3, warmup=0.05),
-    run=RunConfig(out=Path("runs/bert-embedded"), checkpoint_every=500, evaluate_every=250),
-    batch=128,
-    steps=2000,
+    optimizer=replace(ADAMW, learning_rate=1.5e-3, warmup=0.05),
+    run=RunConfig(out=Path("runs/bert-embedded"), checkpoint_every=1000, evaluate_every=500),
+    batch=32,
+    steps=4000,
 )
 
 _BASE = TrainConfig(
