@@ -28,6 +28,7 @@ from recipes.insightface.data import write_bin
 from recipes.insightface.data.decode import encode_png
 from recipes.insightface.presets import PRESETS
 from recipes.insightface.trained import load_backbone
+from tests.ranks import run_program
 
 
 def _config(out: Path, **changes: object) -> TrainConfig:
@@ -124,6 +125,18 @@ def test_pairs_that_no_verification_can_use_are_refused_at_the_start(tmp_path: P
     twice = dataclasses.replace(data, bins=(tmp_path / "few.bin", tmp_path / "few.bin"))
     with pytest.raises(ValueError, match="got few twice"):
         train.main(_config(tmp_path / "out", data=twice))
+
+
+def test_what_only_the_end_of_a_run_needs_is_not_loaded_before() -> None:
+    """80 MB in each rank."""
+    program = """
+import sys
+import recipes.insightface.train
+large = {"matplotlib", "onnxruntime", "sklearn", "tensorboard"} & {name.split(".")[0] for name in sys.modules}
+assert not large, large
+"""
+    statuses, outputs = run_program(program, 1)
+    assert statuses == [0], outputs
 
 
 @pytest.mark.parametrize("optimizer", ["shared", "sgd", "adamw", "adagrad"])
