@@ -13,11 +13,12 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.cluster import Cluster, Link, NoClusterError, Ranks  # noqa: E402  (the line above finds it)
+from tests.cluster import Cluster, ClusterError, Link, NoClusterError, Ranks  # noqa: E402  (the line above finds it)
 from tests.transfer import payload_rate  # noqa: E402
 
 __all__ = [
     "Cluster",
+    "ClusterError",
     "Link",
     "NoClusterError",
     "Ranks",

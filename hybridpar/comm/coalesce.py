@@ -22,6 +22,10 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: Group, root: int = 0) ->
         counts, dtypes = [t.numel() for t in members], [t.dtype for t in members]
         for bucket in plan_buckets(counts, dtypes, range(len(members)), _LIMIT):
             parts = [members[index].detach() for index in bucket.members]
+            if len(parts) == 1 and parts[0].is_contiguous():
+                # As large tables are: a copy could be more than there is memory for.
+                group.broadcast(parts[0].view(-1), root)
+                continue
             flat = torch.cat([part.reshape(-1) for part in parts]).to(device)
             group.broadcast(flat, root)
             for part, value in zip(parts, flat.split(bucket.counts), strict=True):

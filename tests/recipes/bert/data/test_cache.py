@@ -51,9 +51,8 @@ def test_streams_are_the_documents_joined_by_separators(corpus: Corpus, cache: T
         assert tokens.dtype == np.uint16 and not tokens.flags.writeable
         assert tokens.tolist() == expected_stream(corpus, tokenizer, held_out=held_out)
     assert (cache.train_tokens, cache.held_out_tokens) == (len(cache.stream("train")), len(cache.stream("held_out")))
-    assert sum(cache.documents.values()) == len(list(corpus)) and cache.text_bytes == sum(
-        len(t.encode()) for t in corpus
-    )
+    assert sum(cache.documents.values()) == len(list(corpus))
+    assert cache.text_bytes == sum(len(text.encode()) for text in corpus)
     assert cache.vocab_size == 600 and cache.sources == corpus.sources
     assert cache.special_ids == {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
     counts = np.bincount(cache.stream("train"), minlength=600)
