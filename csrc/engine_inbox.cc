@@ -16,7 +16,8 @@ namespace hybridpar {
 namespace {
 
 constexpr int kHost[] = {1, 0};         // a Context: device type and number
-constexpr int kCpuPrioritized = 3;      // FnProperty
+constexpr int kCpuPrioritized = 3;      // FnProperty: by threads for what is short
+constexpr int kAsync = 4;               // at once by who pushes it, if it can run; else by threads that compute
 constexpr int kDense = 0;               // NDArrayStorageType
 constexpr int kHostTypes[] = {1, 3, 5}; // memory of the host: plain, pinned, shared
 
@@ -157,7 +158,7 @@ void discard(void *parameter) {
 }
 
 void give(const std::shared_ptr<EngineInbox::State> &state, EngineApi::Run function, std::int64_t number,
-          EngineInbox::Terms &terms) {
+          const int &property, EngineInbox::Terms &terms) {
     auto ticket = std::make_unique<Ticket>(Ticket{state, number, {}, terms.back, false});
     try {
         for (auto copy : terms.copies) {
@@ -177,7 +178,7 @@ void give(const std::shared_ptr<EngineInbox::State> &state, EngineApi::Run funct
     // From here on it is the engine's, which deletes it.
     state->require(state->api.push(function, ticket.release(), discard, kHost, terms.reads.data(),
                                    static_cast<int>(terms.reads.size()), terms.writes.data(),
-                                   static_cast<int>(terms.writes.size()), &kCpuPrioritized, terms.priority,
+                                   static_cast<int>(terms.writes.size()), &property, terms.priority,
                                    terms.name.c_str(), false));
 }
 
@@ -215,11 +216,11 @@ bool EngineInbox::is_plain(EngineApi::Handle array, EngineApi::Handle like) cons
 
 void EngineInbox::push(std::int64_t number, Terms terms) {
     check(number > 0, "expected a number above 0, got ", number);
-    give(state_, run, number, terms);
+    give(state_, run, number, kAsync, terms);
 }
 
 void EngineInbox::push_copies(Terms terms) {
-    give(state_, run_copies, 0, terms);
+    give(state_, run_copies, 0, kCpuPrioritized, terms);
 }
 
 bool EngineInbox::wait() {

@@ -9,8 +9,8 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
-from hybridpar.comm.any_order.outstanding import Submission
 from hybridpar.comm.any_order.readiness import OPS, Terms
+from hybridpar.comm.any_order.submission import Submission
 from hybridpar.comm.buckets import plan_buckets
 from hybridpar.comm.lanes.lane import Lane, Op
 from hybridpar.comm.timeline.timeline import Timeline

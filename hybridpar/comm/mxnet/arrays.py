@@ -49,6 +49,7 @@ class Buffer:
     Attributes:
         array: dense. MXNet's engine orders who uses the memory.
         tensor: for functions of the engine that have the array.
+        handle: of the array.
         address, nbytes: of the memory.
         is_small: whether functions of the engine copy it, rather than operators; see Note [copies in plain order].
     """
@@ -57,6 +58,7 @@ class Buffer:
         self.array = mxnet.nd.zeros(like.shape, ctx=mxnet.cpu(), dtype=like.dtype)
         # Only now is there memory; it stays where it is, in plain order, since nothing but copies is written into it.
         self.array.wait_to_read()
+        self.handle: int = self.array.handle.value
         self.tensor = as_tensor(self.array)
         self.address, self.nbytes = self.tensor.data_ptr(), self.tensor.nbytes
         self.is_small = self.array.ndim == 1 and 0 < self.nbytes <= _SMALL_BYTES

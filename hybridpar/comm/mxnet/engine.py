@@ -4,8 +4,10 @@
 MXNet's engine orders operators by the arrays that they read and write. A function that is pushed with
 ``MXEnginePushAsyncND`` takes part in that order: it runs when the arrays are free, and they stay taken until it calls
 its completion, which may happen much later and on any thread. So nothing waits: not the script, nor a worker of the
-engine. It runs on the engine's prioritised workers, which are there for short functions, and so does not stand in line
-with operators that compute.
+engine. Where the arrays are free already, it runs at once in the thread that pushes it: to wake a worker costs more
+than a function as short as these. Otherwise the worker that has computed the last of them runs it next, before
+operators that stand in line there. What fills arrays runs on the engine's prioritised workers, which are there for
+short functions.
 
 # Note [errors through the engine]
 A completion can carry an error: a pointer to a ``dmlc::Error``, which is a ``std::runtime_error`` and nothing more. The
@@ -55,7 +57,8 @@ from hybridpar.topology import mxnet_engine
 _LOG = logging.getLogger(__name__)
 
 _RELEASES = "1.9."
-_INT32 = 1 << 31
+_AHEAD = 1 << 30  # priorities have 32 bits, and operators have small ones
+_NONE: list[int] = []
 _END_SECONDS = 5.0
 _BETWEEN_SIGNALS = 0.1
 # In the order of EngineApi (csrc/engine_inbox.h).
@@ -75,7 +78,7 @@ class StoreError(MXNetError, CommunicationError):  # type: ignore[misc]
         CommunicationError.__init__(self, reason, rank=int(rank), operation=operation, tensor=tensor)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Arrival:
     """A function that has run and holds its arrays until it is completed, or that was skipped.
 
@@ -129,17 +132,19 @@ class Engine:
         self._thread.start()
         self._finalizer = weakref.finalize(self, _end, self._inbox, self._thread, self._process, _ENDED)
 
-    def is_plain(self, array: Any, like: Any) -> bool:
-        """Whether an NDArray is dense, on this host, of one dimension, and of the dtype and length of another one."""
-        return self._inbox.is_plain(array.handle.value, like.handle.value)
+    # Arrays are named by their handles, which the caller keeps alive during the call.
+
+    def is_plain(self, array: int, like: int) -> bool:
+        """Whether an array is dense, on this host, of one dimension, and of the dtype and length of another one."""
+        return self._inbox.is_plain(array, like)
 
     def push(
         self,
         load: object,
         *,
-        reads: Sequence[Any] = (),
-        writes: Sequence[Any] = (),
-        copied: Sequence[int] = (),
+        reads: list[int] = _NONE,
+        writes: list[int] = _NONE,
+        copied: list[int] = _NONE,
         back: bool = False,
         priority: int = 0,
         name: str = "hybridpar",
@@ -147,7 +152,7 @@ class Engine:
         """A function that copies, and then is received with its load. Returns at once.
 
         Args:
-            reads, writes: NDArrays that it reads, and that it writes; not one in both.
+            reads, writes: arrays that it reads, and that it writes; not one in both.
             copied: handle, address and bytes of each of some of the arrays, which are plain, see ``is_plain``: they are
                 copied to that address, which is memory of an array that it writes.
             back: whether they are copied back when the function is completed without an error.
@@ -164,15 +169,11 @@ class Engine:
         number = next(self._numbers)
         if self._finalizer.alive:
             self._loads[number] = (receive, load)
-        self._inbox.push(
-            number, [array.handle.value for array in reads], [array.handle.value for array in writes],
-            list(copied), back, _clamped(priority), name,
-        )  # fmt: skip
+        self._inbox.push(number, reads, writes, copied, back, _AHEAD + max(-_AHEAD, min(priority, _AHEAD - 1)), name)
 
-    def fill(self, array: Any, source: Any, address: int, nbytes: int) -> None:
+    def fill(self, array: int, source: int, address: int, nbytes: int) -> None:
         """A function that copies from an address, memory of ``source``, into a plain array. Returns at once."""
-        handle = array.handle.value
-        self._inbox.push_copies([source.handle.value], [handle], [handle, address, nbytes], 0, "hybridpar pull")
+        self._inbox.push_copies([source], [array], [array, address, nbytes], 0, "hybridpar pull")
 
     def complete(self, number: int, error: BaseException | None = None) -> bool:
         """Its arrays are free again; with an error, calls that wait for the written ones raise it.
@@ -181,6 +182,10 @@ class Engine:
             False if it was completed before, or everything was by ``stop``.
         """
         return self._inbox.complete([number], "" if error is None else text_of(error)) == 1
+
+    def complete_all(self, numbers: list[int]) -> None:
+        """``complete`` of several, without an error."""
+        self._inbox.complete(numbers, "")
 
     def wait_idle(self) -> None:
         """Return when all functions have been completed, or skipped, and the engine is done with them."""
@@ -230,10 +235,6 @@ def _end(inbox: EngineInbox, thread: threading.Thread, process: int, why: str) -
     inbox.stop(why)
     if threading.current_thread() is not thread:
         thread.join(_END_SECONDS)
-
-
-def _clamped(priority: int) -> int:
-    return max(-_INT32, min(priority, _INT32 - 1))
 
 
 def _address(name: str) -> int:

@@ -57,6 +57,10 @@ FUNCTIONS = Functions()
 ENGINE = Engine(FUNCTIONS.receive)
 
 
+def handles(arrays: Sequence[Any]) -> list[int]:
+    return [array.handle.value for array in arrays]
+
+
 def push(
     function: Callable[[Completion], None],
     *,
@@ -65,7 +69,7 @@ def push(
     skipped: Callable[[], None] = lambda: None,
     priority: int = 0,
 ) -> None:
-    ENGINE.push((function, skipped), reads=reads, writes=writes, priority=priority)
+    ENGINE.push((function, skipped), reads=handles(reads), writes=handles(writes), priority=priority)
 
 
 def later(seconds: float, work: Callable[[], None]) -> Callable[[Completion], None]:
@@ -296,13 +300,14 @@ def pointer(array: Any) -> int:
 def check_only_dense_arrays_of_one_dimension_and_the_same_kind_are_plain() -> None:
     like = mx.nd.zeros((6,))
     for plain in (mx.nd.ones((6,)), mx.nd.ones((2, 3)).reshape((-1,)), mx.nd.ones((12,))[3:9]):
-        assert ENGINE.is_plain(plain, like)
+        assert ENGINE.is_plain(*handles((plain, like)))
     for other in (
         mx.nd.ones((2, 3)), mx.nd.ones((5,)), mx.nd.ones((6,), dtype="float64"), mx.nd.ones((6,), dtype="int32"),
         mx.nd.ones((6, 1)).tostype("row_sparse"),
     ):  # fmt: skip
-        assert not ENGINE.is_plain(other, like)
-    assert not ENGINE.is_plain(mx.nd.ones((2, 3)), mx.nd.ones((2, 3)))
+        assert not ENGINE.is_plain(*handles((other, like)))
+    matrix = mx.nd.ones((2, 3))
+    assert not ENGINE.is_plain(*handles((matrix, matrix)))
 
 
 def check_a_function_copies_what_operators_have_computed_and_frees_what_nobody_holds() -> None:
@@ -317,15 +322,28 @@ def check_a_function_copies_what_operators_have_computed_and_frees_what_nobody_h
         seen.append((float(view.min()), float(view.max())))
         completion()
 
-    copied = (value.handle.value, view.data_ptr(), view.nbytes)
-    ENGINE.push((look, lambda: None), reads=[value], writes=[buffer], copied=copied)
+    copied = [value.handle.value, view.data_ptr(), view.nbytes]
+    ENGINE.push((look, lambda: None), reads=handles([value]), writes=handles([buffer]), copied=copied)
     value += 1  # after the copy
     del value
     gc.collect()
     out = mx.nd.empty((50_000,))
-    ENGINE.fill(out, buffer, view.data_ptr(), view.nbytes)
+    ENGINE.fill(*handles((out, buffer)), view.data_ptr(), view.nbytes)
     assert out.asnumpy().min() == out.asnumpy().max() == 50
     assert seen == [(50, 50)]
+
+
+def check_a_function_whose_arrays_are_free_has_copied_when_it_was_pushed() -> None:
+    buffer, value, held = mx.nd.zeros((4,)), mx.nd.full((4,), 3), []
+    mx.nd.waitall()
+    view = as_tensor(buffer)
+    copied = [value.handle.value, view.data_ptr(), view.nbytes]
+    ENGINE.push((held.append, lambda: None), reads=handles([value]), writes=handles([buffer]), copied=copied)
+    assert view.tolist() == [3] * 4
+    while not held:
+        time.sleep(0.001)
+    held.pop()()
+    buffer.wait_to_read()
 
 
 def check_what_is_copied_back_comes_with_the_completion_and_not_with_an_error() -> None:
@@ -339,9 +357,9 @@ def check_what_is_copied_back_comes_with_the_completion_and_not_with_an_error() 
             view.fill_(7)
             completion(error)
 
-        copied = (value.handle.value, view.data_ptr(), view.nbytes)
+        copied = [value.handle.value, view.data_ptr(), view.nbytes]
         memory = as_tensor(value)
-        ENGINE.push((work, lambda: None), writes=[buffer, value], copied=copied, back=True)
+        ENGINE.push((work, lambda: None), writes=handles([buffer, value]), copied=copied, back=True)
         if error is None:
             assert value.asnumpy().tolist() == [7] * 4
         else:
@@ -358,7 +376,12 @@ def check_views_of_one_array_are_read_by_one_function() -> None:
         for part, buffer in zip(parts, buffers, strict=True)
         for number in (part.handle.value, pointer(buffer), 8)
     ]
-    ENGINE.push((lambda completion: completion(), lambda: None), reads=[*parts, whole], writes=buffers, copied=copied)
+    ENGINE.push(
+        (lambda completion: completion(), lambda: None),
+        reads=handles([*parts, whole]),
+        writes=handles(buffers),
+        copied=copied,
+    )
     whole += 1
     assert [buffer.asnumpy().tolist() for buffer in buffers] == [[0, 1], [2, 3], [4, 5]]
     assert whole.asnumpy().tolist() == [1, 2, 3, 4, 5, 6]
@@ -368,7 +391,7 @@ def check_an_error_skips_copies_into_other_arrays() -> None:
     buffer, out = mx.nd.zeros((4,)), mx.nd.zeros((4,))
     mx.nd.waitall()
     push(lambda completion: completion(ValueError("broken")), writes=[buffer])
-    ENGINE.fill(out, buffer, pointer(buffer), 16)
+    ENGINE.fill(*handles((out, buffer)), pointer(buffer), 16)
     raises(ValueError, out.asnumpy, "broken")
 
 
@@ -377,10 +400,10 @@ def check_after_the_end_functions_complete_with_its_error() -> None:
     engine = Engine(functions.receive)
     before, after = mx.nd.zeros((2,)), mx.nd.zeros((2,))
     arrived = threading.Event()
-    engine.push((lambda _: arrived.set(), lambda: None), writes=[before])
+    engine.push((lambda _: arrived.set(), lambda: None), writes=handles([before]))
     assert arrived.wait(10)
     engine.stop(ValueError("at an end"))
-    engine.push((lambda _: None, lambda: None), writes=[after])
+    engine.push((lambda _: None, lambda: None), writes=handles([after]))
     raises(ValueError, before.asnumpy, "at an end")
     raises(ValueError, after.asnumpy, "at an end")
     engine.wait_idle()
