@@ -51,6 +51,8 @@ class Buffer:
         tensor: for functions of the engine that have the array.
         handle: of the array.
         address, nbytes: of the memory.
+        number: of the function that was the last one to write it, see ``Outbox``; 0 where it was an operator.
+        source: handle of the array that this function copies; 0 where it copies none, or there is no such function.
         is_small: whether functions of the engine copy it, rather than operators; see Note [copies in plain order].
     """
 
@@ -61,6 +63,7 @@ class Buffer:
         self.handle: int = self.array.handle.value
         self.tensor = as_tensor(self.array)
         self.address, self.nbytes = self.tensor.data_ptr(), self.tensor.nbytes
+        self.number, self.source = 0, 0
         self.is_small = self.array.ndim == 1 and 0 < self.nbytes <= _SMALL_BYTES
 
     def merge(self, values: Sequence[NDArray], op: ReduceOp) -> None:

@@ -24,6 +24,13 @@ gives the next function to the engine: for functions as short as these that cost
 native: they copy what there is to copy, and put their number into an inbox. One thread of Python takes from there
 whatever has come while it waited for the interpreter, all at once.
 
+# Note [followers]
+What is to be filled with a sum that travels could wait for the buffer in the engine, as a function of its own: to wake
+a worker for it when the sum arrives costs more than the copy. So an array that is free is taken at once, by a function
+that runs where it is pushed, and the copy is made when the function that holds the buffer is completed, before that is:
+then the buffer still belongs to it. Where the array is in use, or where the other function has not run, so that it may
+still be skipped, the engine orders the copy as it does everything else; and it carries the errors.
+
 # Note [copies in plain order]
 MXNet may keep an array of several dimensions in another order of its own, which only its operators understand, and
 whether it does is known when the array has been computed. An array of one dimension is in plain order, so functions
@@ -45,7 +52,8 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import mxnet
 from mxnet.base import _LIB, MXNetError, register_error
@@ -93,9 +101,6 @@ class Arrival:
     problem: str
 
 
-Receiver = Callable[[Sequence[Arrival]], None]
-
-
 def check_engine() -> None:
     """To be called before the first function is pushed.
 
@@ -115,19 +120,20 @@ class Engine:
     """Gives functions to MXNet's engine, and tells when they have run.
 
     Args:
-        receive: called with all functions that have run or were skipped since the last call, in that order, on a thread
-            of its own. It must not wait for arrays. If it raises, they are completed with that error. It is kept
-            alive as long as functions are on their way.
+        receive: a method, called with all functions that have run or were skipped since the last call, in that order,
+            on a thread of its own. It must not wait for arrays. If it raises, they are completed with that error. Its
+            object is kept alive as long as functions are on their way.
     """
 
-    def __init__(self, receive: Receiver) -> None:
-        self._receive = weakref.WeakMethod(receive)
+    def __init__(self, receive: Callable[[Sequence[Arrival]], None]) -> None:
+        method = cast("MethodType", receive)
+        self._owner = weakref.ref(method.__self__)
         self._inbox = EngineInbox([_address(name) for name in _FUNCTIONS])
         self._numbers = itertools.count(1)
-        self._loads: dict[int, tuple[Receiver, Any]] = {}
+        self._loads: dict[int, tuple[object, Any]] = {}
         self._process = os.getpid()
         # The thread holds all that it needs but this object, so that an abandoned one is collected, and it ends.
-        arguments = (self._inbox, self._loads)
+        arguments = (self._inbox, self._loads, method.__func__)
         self._thread = threading.Thread(target=_receive_all, args=arguments, name="hybridpar-mxnet", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, _end, self._inbox, self._thread, self._process, _ENDED)
@@ -148,8 +154,8 @@ class Engine:
         back: bool = False,
         priority: int = 0,
         name: str = "hybridpar",
-    ) -> None:
-        """A function that copies, and then is received with its load. Returns at once.
+    ) -> int:
+        """A function that copies, and then is received with its load. Returns its number, at once.
 
         Args:
             reads, writes: arrays that it reads, and that it writes; not one in both.
@@ -164,15 +170,21 @@ class Engine:
         """
         if os.getpid() != self._process:
             raise RuntimeError("push in a forked child: expected the process that made the store; make another there")
-        receive = self._receive()
-        assert receive is not None
         number = next(self._numbers)
         if self._finalizer.alive:
-            self._loads[number] = (receive, load)
+            self._loads[number] = (self._owner(), load)
         self._inbox.push(number, reads, writes, copied, back, _AHEAD + max(-_AHEAD, min(priority, _AHEAD - 1)), name)
+        return number
 
-    def fill(self, array: int, source: int, address: int, nbytes: int) -> None:
-        """A function that copies from an address, memory of ``source``, into a plain array. Returns at once."""
+    def fill(self, array: int, source: int, address: int, nbytes: int, number: int = 0) -> None:
+        """Copy from an address, memory of ``source``, into a plain array, when both can be had. Returns at once.
+
+        Args:
+            number: of the function that was the last one to write ``source``, which nobody writes before this has
+                copied; 0 where operators write it. See Note [followers].
+        """
+        if number and self._inbox.follow(number, array, address, nbytes):
+            return
         self._inbox.push_copies([source], [array], [array, address, nbytes], 0, "hybridpar pull")
 
     def complete(self, number: int, error: BaseException | None = None) -> bool:
@@ -206,23 +218,23 @@ def text_of(error: BaseException) -> str:
     return f"{name if type(error) in (ValueError, TypeError) else f'MXNetError: {name}'}: {error}"
 
 
-def _receive_all(inbox: EngineInbox, loads: dict[int, tuple[Receiver, Any]]) -> None:
+def _receive_all(inbox: EngineInbox, loads: dict[int, tuple[object, Any]], receive: Callable[..., None]) -> None:
     """The thread of an ``Engine``."""
     while inbox.wait():
-        _receive_once(inbox, loads)
+        _receive_once(inbox, loads, receive)
     loads.clear()
 
 
-def _receive_once(inbox: EngineInbox, loads: dict[int, tuple[Receiver, Any]]) -> None:
+def _receive_once(inbox: EngineInbox, loads: dict[int, tuple[object, Any]], receive: Callable[..., None]) -> None:
     """A function of its own, so that nothing is kept alive while the thread waits."""
     arrived = []
     for number, ran, problem in inbox.take():
-        receive, load = loads.pop(number)
+        owner, load = loads.pop(number)
         arrived.append(Arrival(number, load, ran, problem))
     if not arrived:
         return
     try:
-        receive(arrived)
+        receive(owner, arrived)
     except BaseException as error:
         if not inbox.complete([one.number for one in arrived], text_of(error)):
             _LOG.exception("functions of MXNet's engine failed after they had completed")

@@ -135,10 +135,15 @@ class Entry:
     def apply(self, buffer: Buffer, updater: Updater | None) -> None:
         """What is in the buffer, once it is there, is a new gradient, or the new value. Returns at once."""
         if updater is not None and self.updates:
+            self._operators_write()
             updater(self.key, buffer.array, self.value)
             return
         self._stored, self._spare = buffer, self._stored
         self.value = buffer.array
+
+    def _operators_write(self) -> None:
+        if not self.sparse:
+            self._stored.number = 0
 
     def await_rows(self, future: Future[Rows]) -> None:
         """A push of rows is on its way."""
@@ -152,6 +157,7 @@ class Entry:
         """
         while self._pending:
             gradient = rows_array(*self._pending.popleft().result(), self.value.shape)
+            self._operators_write()
             if updater is not None and self.updates:
                 updater(self.key, gradient, self.value)
             elif self.sparse:
@@ -165,8 +171,10 @@ class Entry:
 
     def fill(self, out: NDArray, engine: Engine) -> None:
         """Copy the value into a plain array. Returns at once."""
-        stored = self._stored
-        engine.fill(out.handle.value, stored.handle, stored.address, stored.nbytes)
+        stored, handle = self._stored, out.handle.value
+        # What was pushed is in use until the sum is there.
+        number = 0 if handle == stored.source else stored.number
+        engine.fill(handle, stored.handle, stored.address, stored.nbytes, number)
 
     def write(self, out: NDArray) -> None:
         """Copy the value. Returns at once."""

@@ -137,17 +137,20 @@ class Outbox:
         reads, writes, copied = list[int](), list[int](), list[int]()
         for push in pushes:
             buffer = push.buffer
+            buffer.source = 0
             writes.append(buffer.handle)
             if push.after is not None:
                 reads.append(push.after.handle)
             if push.source is not None:
-                source = push.source.handle.value
+                source = buffer.source = push.source.handle.value
                 (writes if push.back else reads).append(source)
                 copied += (source, buffer.address, buffer.nbytes)
-        self.engine.push(
+        number = self.engine.push(
             _Load(pushes, op, priority), reads=reads, writes=writes, copied=copied, back=pushes[0].back,
             priority=priority, name="hybridpar push",
         )  # fmt: skip
+        for push in pushes:
+            push.buffer.number = number
 
     def _receive(self, arrived: Sequence[Arrival]) -> None:
         """Functions have run, so that their buffers are filled, or were skipped."""

@@ -44,6 +44,9 @@ class SmallArrays:
             ValueError: an unknown key.
         """
         if type(key) in _KEYS:
+            if type(value) is NDARRAY:
+                entry = self._table[key]
+                return [(entry, value)] if self._is_small(entry, value) else None
             arrays = value if type(value) is list else [value]
             if one_each and len(arrays) != 1:
                 return None
@@ -59,10 +62,13 @@ class SmallArrays:
             if type(array) is list and len(array) == 1:
                 array = array[0]
             entry = self._table[one]
-            if type(array) is not NDARRAY or not entry.is_small or not entry.is_plain(array, self._engine):
+            if not self._is_small(entry, array):
                 return None
             found.append((entry, array))
         return found or None
+
+    def _is_small(self, entry: Entry, array: Any) -> bool:
+        return type(array) is NDARRAY and entry.is_small and entry.is_plain(array, self._engine)
 
     def push(
         self, found: Found, updater: Updater | None, op: ReduceOp, priority: int, *, in_place: bool = False

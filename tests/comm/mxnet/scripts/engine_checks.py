@@ -68,8 +68,8 @@ def push(
     writes: Sequence[Any] = (),
     skipped: Callable[[], None] = lambda: None,
     priority: int = 0,
-) -> None:
-    ENGINE.push((function, skipped), reads=handles(reads), writes=handles(writes), priority=priority)
+) -> int:
+    return ENGINE.push((function, skipped), reads=handles(reads), writes=handles(writes), priority=priority)
 
 
 def later(seconds: float, work: Callable[[], None]) -> Callable[[Completion], None]:
@@ -393,6 +393,94 @@ def check_an_error_skips_copies_into_other_arrays() -> None:
     push(lambda completion: completion(ValueError("broken")), writes=[buffer])
     ENGINE.fill(*handles((out, buffer)), pointer(buffer), 16)
     raises(ValueError, out.asnumpy, "broken")
+
+
+class Followed:
+    """An engine of its own, for its first error ends all following. Its functions wait for ``complete``."""
+
+    def __init__(self) -> None:
+        self._ran: list[int] = []
+        self.engine = Engine(self.receive)
+
+    def receive(self, arrived: Sequence[Arrival]) -> None:
+        self._ran += [one.number for one in arrived if one.ran]
+
+    def push(self, *, reads: Sequence[Any] = (), writes: Sequence[Any] = ()) -> int:
+        return self.engine.push(None, reads=handles(reads), writes=handles(writes))
+
+    def follow(self, number: int, out: Any, memory: torch.Tensor) -> bool:
+        return self.engine._inbox.follow(number, out.handle.value, memory.data_ptr(), memory.nbytes)
+
+    def complete(self, number: int, error: BaseException | None = None) -> None:
+        while number not in self._ran:
+            time.sleep(0.001)
+        assert self.engine.complete(number, error)
+
+
+def zeros(count: int) -> list[Any]:
+    arrays = [mx.nd.zeros((4,)) for _ in range(count)]
+    mx.nd.waitall()
+    return arrays
+
+
+def check_a_follower_takes_its_array_at_once_and_fills_it_with_the_completion() -> None:
+    followed, source, (buffer, out, lost) = Followed(), torch.ones(4), zeros(3)
+    memory = as_tensor(out)
+    number = followed.push(writes=[buffer])
+    assert followed.follow(number, out, source) and followed.follow(number, lost, source)
+    doubled = out * 2  # waits for the function
+    source.fill_(5)
+    assert memory.tolist() == [0] * 4
+    del lost
+    gc.collect()
+    followed.complete(number)
+    assert memory.tolist() == [5] * 4 and doubled.asnumpy().tolist() == [10] * 4
+    source.fill_(6)
+    assert followed.follow(number, out, source)
+    assert memory.tolist() == [6] * 4 and out.asnumpy().tolist() == [6] * 4
+
+
+def check_nothing_follows_a_function_that_may_still_be_skipped() -> None:
+    followed, source, (first, buffer, out) = Followed(), torch.ones(4), zeros(3)
+    before = followed.push(writes=[first])
+    number = followed.push(reads=[first], writes=[buffer])
+    assert not followed.follow(number, out, source)
+    followed.complete(before)
+    followed.complete(number)
+    assert out.asnumpy().tolist() == [0] * 4 and followed.follow(number, out, source)
+
+
+def check_an_array_in_use_is_filled_in_its_turn() -> None:
+    followed, source, (buffer, out) = Followed(), torch.ones(4), zeros(2)
+    number, use = followed.push(writes=[buffer]), followed.push(reads=[out])
+    assert not followed.follow(number, out, source)
+    followed.engine.fill(*handles((out, buffer)), source.data_ptr(), source.nbytes, number)
+    out += 1
+    followed.complete(use)
+    source.fill_(8)
+    followed.complete(number)
+    assert out.asnumpy().tolist() == [9] * 4
+
+
+def check_an_error_reaches_followers_and_nothing_follows_after_it() -> None:
+    followed, source, (buffer, *outs) = Followed(), torch.ones(4), zeros(4)
+    number = followed.push(writes=[buffer])
+    followed.engine.fill(*handles((outs[0], buffer)), source.data_ptr(), source.nbytes, number)
+    followed.complete(number, ValueError("broken"))
+    followed.engine.fill(*handles((outs[1], buffer)), source.data_ptr(), source.nbytes, number)
+    assert not followed.follow(number, outs[2], source)
+    for out in outs[:2]:
+        raises(ValueError, out.asnumpy, "broken")
+    assert outs[2].asnumpy().tolist() == [0] * 4
+
+
+def check_followers_get_the_error_of_an_engine_that_ends() -> None:
+    followed, source, (buffer, out) = Followed(), torch.ones(4), zeros(2)
+    number = followed.push(writes=[buffer])
+    assert followed.follow(number, out, source)
+    followed.engine.stop(ValueError("at an end"))
+    for array in (buffer, out):
+        raises(ValueError, array.asnumpy, "at an end")
 
 
 def check_after_the_end_functions_complete_with_its_error() -> None:
