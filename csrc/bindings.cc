@@ -269,6 +269,13 @@ void bind_engine_inbox(nb::module_ &module) {
             },
             "reads"_a, "writes"_a, "copied"_a, "priority"_a, "name"_a)
         .def(
+            "follow",
+            [](EngineInbox &self, std::int64_t number, std::uintptr_t array, std::uintptr_t address,
+               std::size_t bytes) {
+                return self.follow(number, {reinterpret_cast<void *>(array), reinterpret_cast<void *>(address), bytes});
+            },
+            "number"_a, "array"_a, "address"_a, "bytes"_a)
+        .def(
             "wait", [](EngineInbox &self) { return self.wait(); }, nb::call_guard<nb::gil_scoped_release>())
         .def("take",
              [](EngineInbox &self) {

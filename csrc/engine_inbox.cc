@@ -6,6 +6,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include <unistd.h>
@@ -16,7 +17,8 @@ namespace hybridpar {
 namespace {
 
 constexpr int kHost[] = {1, 0};         // a Context: device type and number
-constexpr int kCpuPrioritized = 3;      // FnProperty
+constexpr int kCpuPrioritized = 3;      // FnProperty: by threads for what is short
+constexpr int kAsync = 4;               // at once by who pushes it, if it can run; else by threads that compute
 constexpr int kDense = 0;               // NDArrayStorageType
 constexpr int kHostTypes[] = {1, 3, 5}; // memory of the host: plain, pinned, shared
 
@@ -49,10 +51,17 @@ struct Managed {
 } // namespace
 
 struct EngineInbox::State {
+    // A function that holds an array until what `copy` has its memory from is complete.
+    struct Follower {
+        Completion completion;
+        void *data;
+        Copy copy;
+    };
     // What waits for `complete`.
     struct Waiting {
         Completion completion;
         std::vector<std::pair<void *, Copy>> back; // from the copy's memory to this
+        std::vector<Follower> followers;
     };
 
     explicit State(const EngineApi &functions) : api(functions) {}
@@ -75,9 +84,10 @@ struct EngineInbox::State {
     std::mutex mutex;
     std::condition_variable work, idle;
     std::vector<Arrival> arrived;
+    std::unordered_set<std::int64_t> queued; // given to the engine, and not run or skipped yet
     std::unordered_map<std::int64_t, Waiting> waiting;
     std::size_t inside = 0; // functions with a number, in the engine
-    bool stopped = false;
+    bool stopped = false, failed = false;
     std::string why;
 };
 
@@ -89,6 +99,17 @@ struct Ticket {
     std::int64_t number; // 0: nobody completes it
     std::vector<EngineInbox::Copy> copies;
     bool back, ran;
+};
+
+// A function that follows another one, on its way through the engine, which deletes it.
+struct FollowerTicket {
+    // Guarded by the mutex of the state. Whoever pushes it gives it up if it did not run at once.
+    enum class Fate { open, follows, refused };
+
+    std::shared_ptr<EngineInbox::State> state;
+    std::shared_ptr<Fate> fate;
+    std::int64_t number;
+    EngineInbox::Copy copy;
 };
 
 void put(EngineInbox::State &state, EngineInbox::Arrival arrival) {
@@ -111,7 +132,7 @@ void run(void *, void *completion_address, void *parameter) {
     const auto state = ticket->state; // the ticket may go as soon as it is completed
     const Completion completion = *static_cast<const Completion *>(completion_address);
     ticket->ran = true;
-    EngineInbox::State::Waiting entry{completion, {}};
+    EngineInbox::State::Waiting entry{completion, {}, {}};
     std::string problem;
     bool stopped = false;
     try {
@@ -121,6 +142,7 @@ void run(void *, void *completion_address, void *parameter) {
     }
     {
         const std::lock_guard<std::mutex> lock(state->mutex);
+        state->queued.erase(ticket->number);
         stopped = state->stopped;
         if (stopped) {
             problem = state->why;
@@ -145,6 +167,54 @@ void run_copies(void *, void *completion_address, void *parameter) {
     completion(problem.empty() ? nullptr : problem.c_str());
 }
 
+// Copies now or when the other function is complete; otherwise leaves the array alone.
+void run_follower(void *, void *completion_address, void *parameter) {
+    auto *ticket = static_cast<FollowerTicket *>(parameter);
+    const auto state = ticket->state;
+    const Completion completion = *static_cast<const Completion *>(completion_address);
+    {
+        using Fate = FollowerTicket::Fate;
+        const std::lock_guard<std::mutex> lock(state->mutex);
+        const auto found = state->waiting.find(ticket->number);
+        const bool follows = found != state->waiting.end();
+        Fate &fate = *ticket->fate;
+        if (fate == Fate::open && !state->failed && state->queued.count(ticket->number) == 0) {
+            try {
+                void *data = state->data(ticket->copy);
+                if (follows) {
+                    found->second.followers.push_back({completion, data, ticket->copy});
+                } else {
+                    std::memcpy(data, ticket->copy.memory, ticket->copy.bytes);
+                }
+                fate = Fate::follows;
+            } catch (const std::exception &) {
+                fate = Fate::refused; // the way that is taken instead says what is wrong
+            }
+        } else if (fate == Fate::open) {
+            fate = Fate::refused;
+        }
+        if (follows && fate == Fate::follows) return;
+    }
+    completion(nullptr);
+}
+
+void discard_follower(void *parameter) {
+    const std::unique_ptr<FollowerTicket> ticket(static_cast<FollowerTicket *>(parameter));
+    ticket->state->api.free(ticket->copy.handle);
+}
+
+// Ends what holds arrays, after the memory has its values.
+void finish(const EngineInbox::State::Waiting &one, const char *error) {
+    for (const auto &follower : one.followers) {
+        if (error == nullptr) std::memcpy(follower.data, follower.copy.memory, follower.copy.bytes);
+        follower.completion(error);
+    }
+    if (error == nullptr)
+        for (const auto &[data, copy] : one.back)
+            std::memcpy(data, copy.memory, copy.bytes);
+    one.completion(error);
+}
+
 void discard(void *parameter) {
     const std::unique_ptr<Ticket> ticket(static_cast<Ticket *>(parameter));
     EngineInbox::State &state = *ticket->state;
@@ -152,12 +222,16 @@ void discard(void *parameter) {
         state.api.free(copy.handle);
     if (ticket->number == 0) return;
     const std::lock_guard<std::mutex> lock(state.mutex);
-    if (!ticket->ran && !state.stopped) put(state, {ticket->number, false, {}});
+    if (!ticket->ran) {
+        state.queued.erase(ticket->number);
+        state.failed = true;
+        if (!state.stopped) put(state, {ticket->number, false, {}});
+    }
     if (--state.inside == 0) state.idle.notify_all();
 }
 
 void give(const std::shared_ptr<EngineInbox::State> &state, EngineApi::Run function, std::int64_t number,
-          EngineInbox::Terms &terms) {
+          const int &property, EngineInbox::Terms &terms) {
     auto ticket = std::make_unique<Ticket>(Ticket{state, number, {}, terms.back, false});
     try {
         for (auto copy : terms.copies) {
@@ -168,6 +242,7 @@ void give(const std::shared_ptr<EngineInbox::State> &state, EngineApi::Run funct
         if (number != 0) {
             const std::lock_guard<std::mutex> lock(state->mutex);
             ++state->inside;
+            state->queued.insert(number);
         }
     } catch (...) {
         for (const auto &copy : ticket->copies)
@@ -177,8 +252,8 @@ void give(const std::shared_ptr<EngineInbox::State> &state, EngineApi::Run funct
     // From here on it is the engine's, which deletes it.
     state->require(state->api.push(function, ticket.release(), discard, kHost, terms.reads.data(),
                                    static_cast<int>(terms.reads.size()), terms.writes.data(),
-                                   static_cast<int>(terms.writes.size()), &kCpuPrioritized, terms.priority,
-                                   terms.name.c_str(), false));
+                                   static_cast<int>(terms.writes.size()), &property, terms.priority, terms.name.c_str(),
+                                   false));
 }
 
 } // namespace
@@ -215,11 +290,27 @@ bool EngineInbox::is_plain(EngineApi::Handle array, EngineApi::Handle like) cons
 
 void EngineInbox::push(std::int64_t number, Terms terms) {
     check(number > 0, "expected a number above 0, got ", number);
-    give(state_, run, number, terms);
+    give(state_, run, number, kAsync, terms);
 }
 
 void EngineInbox::push_copies(Terms terms) {
-    give(state_, run_copies, 0, terms);
+    give(state_, run_copies, 0, kCpuPrioritized, terms);
+}
+
+bool EngineInbox::follow(std::int64_t number, Copy copy) {
+    const auto fate = std::make_shared<FollowerTicket::Fate>(FollowerTicket::Fate::open);
+    auto ticket = std::make_unique<FollowerTicket>(FollowerTicket{state_, fate, number, copy});
+    {
+        const std::lock_guard<std::mutex> lock(state_->mutex);
+        if (state_->failed || state_->queued.count(number) != 0) return false;
+    }
+    // Its owner may free the array before the other function is complete.
+    state_->require(state_->api.share(copy.handle, &ticket->copy.handle));
+    state_->require(state_->api.push(run_follower, ticket.release(), discard_follower, kHost, nullptr, 0, &copy.handle,
+                                     1, &kAsync, 0, "hybridpar pull", false));
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    if (*fate == FollowerTicket::Fate::open) *fate = FollowerTicket::Fate::refused;
+    return *fate == FollowerTicket::Fate::follows;
 }
 
 bool EngineInbox::wait() {
@@ -237,17 +328,14 @@ std::size_t EngineInbox::complete(const std::vector<std::int64_t> &numbers, cons
     std::vector<State::Waiting> found;
     {
         const std::lock_guard<std::mutex> lock(state_->mutex);
+        state_->failed |= error != nullptr;
         for (const auto number : numbers) {
             auto node = state_->waiting.extract(number);
             if (!node.empty()) found.push_back(std::move(node.mapped()));
         }
     }
-    for (const auto &one : found) {
-        if (error == nullptr)
-            for (const auto &[data, copy] : one.back)
-                std::memcpy(data, copy.memory, copy.bytes);
-        one.completion(error);
-    }
+    for (const auto &one : found)
+        finish(one, error);
     return found.size();
 }
 
@@ -262,14 +350,14 @@ void EngineInbox::stop(const std::string &why) {
     {
         const std::lock_guard<std::mutex> lock(state_->mutex);
         if (state_->stopped) return;
-        state_->stopped = true;
+        state_->stopped = state_->failed = true;
         state_->why = why;
         left.swap(state_->waiting);
         state_->arrived.clear();
         state_->work.notify_all();
     }
     for (const auto &[number, one] : left)
-        one.completion(why.c_str());
+        finish(one, why.c_str());
 }
 
 } // namespace hybridpar

@@ -69,6 +69,11 @@ class EngineInbox {
     // A function that copies into arrays and ends.
     void push_copies(Terms terms);
 
+    // Copies into an array when function `number`, which has run and holds the copy's memory, is complete; now, if it
+    // is already. Returns at once. False, and the array stays as it is, if the function has not run yet, or the array
+    // is in use, or any function has failed: `push_copies` serves then. The memory must keep its values meanwhile.
+    bool follow(std::int64_t number, Copy copy);
+
     // Returns when there is something to take (true), or after `stop` (false).
     bool wait();
     std::vector<Arrival> take();

@@ -119,6 +119,12 @@ class EngineInbox:
     def push_copies(self, reads: list[int], writes: list[int], copied: list[int], priority: int, name: str) -> None:
         """A function that fills arrays from their addresses, and ends."""
 
+    def follow(self, number: int, array: int, address: int, bytes: int) -> bool:
+        """Fill an array from memory that function ``number`` holds, when that is complete; now, if it is already.
+
+        False, and the array stays as it is, if the function has not run yet, the array is in use, or any has failed.
+        """
+
     def wait(self) -> bool:
         """Returns when there is something to take; False after ``stop``."""
 

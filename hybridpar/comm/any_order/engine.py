@@ -23,7 +23,9 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +35,7 @@ from hybridpar.comm.any_order.outstanding import Outstanding
 from hybridpar.comm.any_order.readiness import OPS, Terms
 from hybridpar.comm.any_order.sender import FLOATS, INTEGERS, Sender
 from hybridpar.comm.any_order.stalls import Asks, Inquiry, StallWatch
+from hybridpar.comm.any_order.submission import Submission, Told, resolve
 from hybridpar.comm.any_order.traffic import Registered, Traffic
 from hybridpar.comm.buckets import check_same_tensors
 from hybridpar.comm.group import DEFAULT_TIMEOUT, Group
@@ -179,13 +182,40 @@ class AnyOrderEngine:
         Raises:
             As ``submit``, before anything is submitted.
         """
+        futures: list[Future[Tensor]] = [Future() for _ in indices]
+        for future in futures:
+            future.set_running_or_notify_cancel()  # what other ranks count on cannot be cancelled
+        self.send(indices, tensors, op=op, scale=scale, priority=priority, patient=patient, told=resolve, notes=futures)
+        return futures
+
+    def send(
+        self,
+        indices: Sequence[int],
+        tensors: Sequence[Tensor],
+        *,
+        op: Op = "sum",
+        scale: float = 1.0,
+        priority: int | Sequence[int] = 0,
+        patient: bool = False,
+        told: Told | None = None,
+        notes: Sequence[Any] = (),
+    ) -> list[Submission]:
+        """``submit_many``, without the cost of a future for each of many small tensors.
+
+        Args:
+            told: is told what has arrived, on the communication thread: it must not wait, nor raise.
+            notes: for ``told``, one for each; None for each if empty.
+
+        Returns:
+            Each tensor on its way: ``done()`` and ``result()`` as of a future.
+        """
         self._check_process("submit")
         priorities = [priority] * len(indices) if isinstance(priority, int) else priority
         for index, tensor, one in zip(indices, tensors, priorities, strict=True):
             self._check(index, tensor)
             self._check_terms(index, tensor, op, scale, one)
-        terms = [Terms(op, one) for one in priorities]
-        return self._outstanding.put_many(indices, tensors, terms, scale, patient=patient)
+        terms = [_terms(op, one) for one in priorities]
+        return self._outstanding.put_many(indices, tensors, terms, scale, patient=patient, told=told, notes=notes)
 
     def step_aside(self, went_along: Callable[[int], None] | None = None) -> Future[int]:
         """This rank has nothing more to submit, but the others may: it goes along until all ranks have called this.
@@ -211,9 +241,9 @@ class AnyOrderEngine:
             self._traffic.went_along = went_along
         return self._outstanding.step_aside()
 
-    def outstanding(self) -> list[Future[Tensor]]:
-        """Futures of all that was submitted on this rank, by whichever thread, and has not arrived."""
-        return self._outstanding.futures()
+    def wait_outstanding(self) -> None:
+        """Return when all that was submitted on this rank so far has arrived, or failed."""
+        self._outstanding.wait_for(self._outstanding.submissions())
 
     def wait_all(self) -> None:
         """Wait for everything that was submitted on this rank, by whichever thread.
@@ -224,7 +254,7 @@ class AnyOrderEngine:
         self._check_process("wait_all")
         if self._traffic.is_current_thread():
             raise RuntimeError("wait_all: expected a thread of your own, got the communication thread (a callback)")
-        wait(self.outstanding())
+        self.wait_outstanding()
         if (lost := self._outstanding.first_lost()) is not None:
             raise lost
 
@@ -283,6 +313,12 @@ class AnyOrderEngine:
             found = sorted(map(str, devices))
             return ValueError(f"expected tensors on one device, got {found}; use an engine for each")
         return None
+
+
+@lru_cache(maxsize=4096)
+def _terms(op: Op, priority: int) -> Terms:
+    """The same few, again and again."""
+    return Terms(op, priority)
 
 
 class _Status:

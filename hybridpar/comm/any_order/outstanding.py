@@ -13,42 +13,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridpar.comm.any_order.clock import Clock
+from hybridpar.comm.any_order.queues import Queues
 from hybridpar.comm.any_order.readiness import Terms
+from hybridpar.comm.any_order.submission import Submission, Told, tell
 from hybridpar.comm.errors import CommunicationError
 
 _LINGER_SECONDS = 0.002
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.05
 _BETWEEN_LOOKS = 0.05
-
-
-@dataclass(eq=False, slots=True)
-class Submission:
-    """One tensor on its way.
-
-    Attributes:
-        since: when it was submitted, by the clock of ``Outstanding``.
-        ready: on CUDA: when the tensor holds its values.
-        future: resolves to ``tensor``.
-        patient: whether it may wait for ever.
-    """
-
-    index: int
-    tensor: Tensor
-    terms: Terms
-    scale: float
-    since: float
-    ready: torch.cuda.Event | None
-    future: Future[Tensor]
-    patient: bool = False
 
 
 class Outstanding:
@@ -79,17 +59,19 @@ class Outstanding:
         self._pulse_seconds = pulse_seconds
         self._lock = threading.Lock()
         self._work, self._watching = threading.Condition(self._lock), threading.Condition(self._lock)
-        self._queues: dict[int, deque[Submission]] = {}  # none of them empty
+        self._landing = threading.Condition(self._lock)
+        self._waiters = 0  # threads that wait for it
+        self._queues = Queues()
+        self._heads = self._queues.heads
         self._flying: set[Submission] = set()
-        self._settling: set[Submission] = set()  # whose futures are about to be told
+        self._settling: set[Submission] = set()  # of which somebody is about to be told
         self._grown = 0
         self._open, self._closed = True, False
         # Of the communication thread: whether it sleeps, or waits for the rest of a set; what has come meanwhile.
         self._sleeps, self._missing, self._news, self._lingered = False, set[int](), False, False
         self._fruitless_since: float | None = None
         self._unwatched = False
-        self._stopped_since: float | None = None
-        self._stopped_seconds = 0.0
+        self._clock = Clock()
 
     # The threads that submit.
 
@@ -102,10 +84,6 @@ class Outstanding:
             self._wake()
             return range(first, len(self.names))
 
-    def put(self, index: int, tensor: Tensor, terms: Terms, scale: float, *, patient: bool = False) -> Future[Tensor]:
-        """``put_many`` of one."""
-        return self.put_many([index], [tensor], [terms], scale, patient=patient)[0]
-
     def put_many(
         self,
         indices: Sequence[int],
@@ -114,14 +92,17 @@ class Outstanding:
         scale: float,
         *,
         patient: bool = False,
-    ) -> list[Future[Tensor]]:
+        told: Told | None = None,
+        notes: Sequence[Any] = (),
+    ) -> list[Submission]:
         """All at once. Raises CommunicationError after a failure, RuntimeError after the end."""
-        submissions = []
-        for index, tensor, own in zip(indices, tensors, terms, strict=True):
-            future: Future[Tensor] = Future()
-            future.set_running_or_notify_cancel()  # what other ranks count on cannot be cancelled
-            ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
-            submissions.append(Submission(index, tensor, own, scale, 0.0, ready, future, patient))
+        submissions = [
+            Submission(index, tensor, own, scale, 0.0, None, told, self.wait_for, note, patient)
+            for index, tensor, own, note in zip(indices, tensors, terms, notes or [None] * len(indices), strict=True)
+        ]
+        if tensors[0].is_cuda:
+            for submission in submissions:
+                submission.ready = torch.cuda.current_stream(submission.tensor.device).record_event()
         with self._lock:
             if self.failure is not None:
                 raise self._error(indices[0], self.failure)
@@ -129,11 +110,11 @@ class Outstanding:
                 raise RuntimeError(
                     f"submit of {self.names[indices[0]]}: expected an open engine, got one that was closed"
                 )
-            now = self._now()
+            now = self._clock.now()
             for submission in submissions:
                 submission.since = now
                 self._put(submission)
-        return [submission.future for submission in submissions]
+        return submissions
 
     def step_aside(self) -> Future[int]:
         """Raises as ``put``; ValueError if this rank stands aside already."""
@@ -150,11 +131,21 @@ class Outstanding:
             self._work.notify()
         return future
 
-    def futures(self) -> list[Future[Tensor]]:
-        """Of everything that is outstanding."""
+    def submissions(self) -> list[Submission]:
+        """All that are outstanding, or of which somebody is still being told."""
         with self._lock:
-            queued = [submission for queue in self._queues.values() for submission in queue]
-            return [submission.future for submission in (*queued, *self._flying, *self._settling)]
+            return [*self._queues.all(), *self._flying, *self._settling]
+
+    def wait_for(self, submissions: Iterable[Submission]) -> None:
+        """Return when all of them are done."""
+        with self._lock:
+            self._waiters += 1
+            try:
+                for submission in submissions:
+                    while not submission.is_done:
+                        self._landing.wait()
+            finally:
+                self._waiters -= 1
 
     def first_lost(self) -> CommunicationError | None:
         """What failed first, of all that did since this was last asked."""
@@ -211,15 +202,15 @@ class Outstanding:
                 self._sleeps = True
                 self._work.wait_for(lambda: self._news or self.aside is not None or self._at_end(), self._pause())
                 self._sleeps = False
-            missing = expected - self._queues.keys()
-            if missing and self._queues and not self._lingered and self.aside is None:
+            missing = expected - self._heads.keys()
+            if missing and self._heads and not self._lingered and self.aside is None:
                 self._lingered, self._missing = True, set(missing)
                 self._work.wait_for(lambda: not self._missing or self._at_end(), _LINGER_SECONDS)
                 self._missing.clear()
             if self._at_end():
                 return None
             self._news = False
-            return {index: queue[0].terms for index, queue in self._queues.items()}
+            return {index: head.terms for index, head in self._heads.items()}
 
     def found_nothing(self, *, grown: bool) -> None:
         """The negotiation agreed on no tensor, perhaps on a registration."""
@@ -242,22 +233,18 @@ class Outstanding:
                 return []
             self._grown += grown
             taken = [
-                stand_in(index) if stand_in and index not in self._queues else self._queues[index].popleft()
+                stand_in(index) if stand_in and index not in self._heads else self._queues.pop(index)
                 for index in indices
             ]
-            for index in indices:
-                if index in self._queues and not self._queues[index]:
-                    del self._queues[index]
             self._flying.update(taken)
-            self._news, self._lingered, self._fruitless_since = bool(self._queues), False, None
-            self._stopped_since = time.monotonic()
+            self._news, self._lingered, self._fruitless_since = bool(self._heads), False, None
+            self._clock.stop()
             return taken
 
     def arrived(self, submissions: Collection[Submission]) -> None:
         """Their sums are in place."""
         found = self._land(submissions)
-        for submission in found:
-            submission.future.set_result(submission.tensor)
+        tell(found)
         self._settled(found)
 
     def refuse(self, submissions: Collection[Submission], reason: str) -> None:
@@ -267,9 +254,7 @@ class Outstanding:
     def travelled(self) -> None:
         """All that was taken has arrived, or was refused."""
         with self._lock:
-            if self._stopped_since is not None:
-                self._stopped_seconds += time.monotonic() - self._stopped_since
-            self._stopped_since = None
+            self._clock.go()
 
     def come_back(self, last: int) -> None:
         """The ranks all stood aside, and take part again."""
@@ -296,13 +281,13 @@ class Outstanding:
         """
         with self._lock:
             while not self._at_end():
-                if not self._queues:
+                if not self._heads:
                     self._unwatched = True
                     self._watching.wait(self._pulse_seconds)  # what drains it wakes nobody
                     continue
-                heads = [queue[0] for queue in self._queues.values()]
+                heads = list(self._heads.values())
                 heads.sort(key=lambda head: (head.patient, head.since))
-                oldest, now = heads[0], self._now()
+                oldest, now = heads[0], self._clock.now()
                 rest = limit(oldest) - (now - oldest.since)
                 if rest <= 0:
                     return [(head, now - head.since) for head in heads]
@@ -313,26 +298,22 @@ class Outstanding:
     def waits(self, submission: Submission) -> bool:
         """Whether it is still to be agreed on."""
         with self._lock:
-            queue = self._queues.get(submission.index)
-            return queue is not None and queue[0] is submission
+            return self._heads.get(submission.index) is submission
 
     def status(self) -> dict[str, Any]:
         """What other ranks may know: the tensors that were submitted here and wait for others; nothing at the end."""
         with self._lock:
             if self.failure is not None:
                 return {"failed": self.failure, "gave_up": self.gave_up}
-            return {} if self._closed else {"waiting": list(self._queues)}
+            return {} if self._closed else {"waiting": list(self._heads)}
 
     # With the lock held.
 
     def _put(self, submission: Submission) -> None:
-        queue = self._queues.get(submission.index)
-        if queue is not None:
-            queue.append(submission)
-            return
-        if not self._queues:
+        if not self._heads:
             self._fruitless_since = None
-        self._queues[submission.index] = deque((submission,))
+        if not self._queues.put(submission):
+            return
         self._wake(submission.index)
         if self._unwatched:
             self._unwatched = False
@@ -355,18 +336,13 @@ class Outstanding:
         return min(max((time.monotonic() - self._fruitless_since) / 10, _SHORTEST_PAUSE), _LONGEST_PAUSE)
 
     def _is_idle(self) -> bool:
-        return not self._queues and self._grown == len(self.registered)
+        return not self._heads and self._grown == len(self.registered)
 
     def _at_end(self) -> bool:
-        return self.ended or (not self._open and not self._queues)
-
-    def _now(self) -> float:
-        now = time.monotonic() if self._stopped_since is None else self._stopped_since
-        return now - self._stopped_seconds
+        return self.ended or (not self._open and not self._heads)
 
     def _clear(self) -> list[Submission]:
-        lost = [submission for queue in self._queues.values() for submission in queue] + list(self._flying)
-        self._queues.clear()
+        lost = self._queues.clear() + list(self._flying)
         self._flying.clear()
         self._settling.update(lost)
         return lost
@@ -377,7 +353,7 @@ class Outstanding:
     def _error(self, index: int, reason: str) -> CommunicationError:
         return CommunicationError(reason, rank=self.rank, operation="all_reduce", tensor=self.names[index])
 
-    # Without the lock: callbacks of futures run here.
+    # Without the lock: whoever is told may do as it likes.
 
     def _land(self, submissions: Collection[Submission]) -> list[Submission]:
         """Those that were not lost meanwhile."""
@@ -391,9 +367,14 @@ class Outstanding:
         for submission in submissions:
             error = self._error(submission.index, reason)
             self._lost = self._lost or error
-            submission.future.set_exception(error)
+            submission.error = error
+            tell([submission])
         self._settled(submissions)
 
     def _settled(self, submissions: Collection[Submission]) -> None:
         with self._lock:
             self._settling.difference_update(submissions)
+            for submission in submissions:
+                submission.is_done = True
+            if self._waiters:
+                self._landing.notify_all()

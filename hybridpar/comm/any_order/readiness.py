@@ -115,16 +115,17 @@ class Readiness:
         vector, count = self._vector.numpy(), len(self.terms)
         vector.fill(_ANY if aside else 0)
         vector[_GROWS], vector[_ASIDE], vector[_STAYS] = len(registered) > self._growths, aside, not leaving
-        held = vector[_TENSORS:]
+        held, mine = vector[_TENSORS:], self._mine
         for index, terms in ready.items():
             if index < count:
-                held[index] = _KNOWN_TERMS if terms == self._mine[index] else _NEW_TERMS
+                # They are mostly the same object: to compare that costs much less.
+                held[index] = _KNOWN_TERMS if terms is mine[index] or terms == mine[index] else _NEW_TERMS
         self._negotiations += 1
         if aside and self._aside_since is None:
             self._aside_since = self._negotiations
         self._lane.all_reduce(self._vector, "min")
         indices = tuple(np.flatnonzero((held > 0) & (held < _ANY)).tolist())
-        fresh = [index for index in indices if held[index] == _NEW_TERMS]
+        fresh = np.flatnonzero(held == _NEW_TERMS).tolist()
         grown = bool(vector[_GROWS])
         disputes = self._gather_terms(fresh, ready) if fresh else {}
         last = self._gather_last() if vector[_ASIDE] else None

@@ -6,8 +6,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from hybridpar.comm.any_order.outstanding import Outstanding, Submission
+from hybridpar.comm.any_order.outstanding import Outstanding
 from hybridpar.comm.any_order.readiness import name_ranks
+from hybridpar.comm.any_order.submission import Submission
 
 _LOG = logging.getLogger(__name__)
 _NAMED = 10

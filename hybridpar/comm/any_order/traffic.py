@@ -8,16 +8,15 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from hybridpar.comm.any_order.outstanding import Outstanding, Submission
+from hybridpar.comm.any_order.outstanding import Outstanding
 from hybridpar.comm.any_order.readiness import Agreement, Forecast, Readiness, Terms
 from hybridpar.comm.any_order.sender import FLOATS, Sender
 from hybridpar.comm.any_order.stalls import Inquiry, closers
+from hybridpar.comm.any_order.submission import Submission
 from hybridpar.comm.errors import CommunicationError
 from hybridpar.comm.lanes.lane import Lane
 
@@ -80,7 +79,7 @@ class Traffic:
     def _stop_at_exit(self) -> None:
         """Note [end of the process]."""
         if os.getpid() == self._process:
-            if lost := len(self._outstanding.futures()):
+            if lost := len(self._outstanding.submissions()):
                 _LOG.warning("%d submissions had not arrived when the process ended; call wait_all() before", lost)
             self.stop()
 
@@ -154,10 +153,12 @@ class Traffic:
                 value = math.copysign(math.inf, value)
         tensor = torch.full(known.shape, value, dtype=known.dtype, device=known.device)
         ready = torch.cuda.current_stream(known.device).record_event() if tensor.is_cuda else None
-        future: Future[Tensor] = Future()
-        if went_along is not None:
-            future.add_done_callback(lambda done: None if done.exception() else went_along(index))
-        return Submission(index, tensor, terms, 1.0, 0.0, ready, future)
+
+        def tell(stand_ins: Sequence[Submission]) -> None:
+            if went_along is not None and stand_ins[0].error is None:
+                went_along(index)
+
+        return Submission(index, tensor, terms, 1.0, 0.0, ready, tell, self._outstanding.wait_for)
 
     def _fail(self, reason: str, *, gave_up: bool) -> None:
         if not gave_up and not self._outstanding.ended:

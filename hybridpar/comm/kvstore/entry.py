@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hybridpar.comm.kvstore.arrays import Array, Library, as_tensor, wait_to_read, wait_to_write
+from hybridpar.comm.kvstore.buffer import Buffer
 from hybridpar.comm.kvstore.compression import Compression, Quantiser, TwoBit
 from hybridpar.comm.kvstore.reducer import Key, ReduceOp, Rows, name_of
 from hybridpar.comm.kvstore.sparse import RowSparse, as_rows, is_sparse, write_rows
@@ -23,6 +25,13 @@ _COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
+
+
+class Awaited(Protocol):
+    """A future, or what is like one."""
+
+    def done(self) -> bool: ...
+    def result(self) -> Any: ...
 
 
 class Entry:
@@ -41,15 +50,27 @@ class Entry:
     """
 
     def __init__(self, key: Key, stored: Tensor, *, sparse: bool, updates: bool, library: Library) -> None:
-        self.key, self.stored, self.sparse, self.updates, self.library = key, stored, sparse, updates, library
+        self.key, self.sparse, self.updates, self.library = key, sparse, updates, library
+        self.shape = tuple(stored.shape)
         self._shape, self._dtype = stored.shape, stored.dtype
-        self._pending: deque[Future[Any]] = deque()
-        self._spare: list[Tensor] = []
+        self._stored = Buffer(stored)
+        values = self._stored.values
+        self.small_dtype = None if sparse or values is None else values.dtype
+        self._pending: deque[tuple[Awaited, Buffer | None]] = deque()
+        self._spare: list[Buffer] = []
         self._quantisers: list[Quantiser] = []
 
-    def await_result(self, future: Future[Any]) -> None:
-        """A push is on its way."""
-        self._pending.append(future)
+    @property
+    def stored(self) -> Tensor:
+        return self._stored.tensor
+
+    def await_sum(self, awaited: Awaited, buffer: Buffer) -> None:
+        """A dense push is on its way in a buffer of this entry."""
+        self._pending.append((awaited, buffer))
+
+    def await_rows(self, awaited: Future[Rows]) -> None:
+        """A push of rows is on its way."""
+        self._pending.append((awaited, None))
 
     def settle(self, updater: Updater | None, *, wait: bool = True) -> None:
         """Apply pushes in their order: all of them, or without ``wait`` those that have arrived.
@@ -57,8 +78,14 @@ class Entry:
         Raises:
             CommunicationError: one of them failed; it counts as applied.
         """
-        while self._pending and (wait or self._pending[0].done()):
-            self._apply(self._pending.popleft().result(), updater)
+        pending = self._pending
+        while pending and (wait or pending[0][0].done()):
+            awaited, buffer = pending.popleft()
+            result = awaited.result()
+            if buffer is None:
+                self._apply_rows(result, updater)
+            else:
+                self._apply(buffer, updater)
 
     def dense(self, values: Sequence[Array], what: str) -> list[Tensor]:
         """Views of values that are to be pushed to a dense key.
@@ -100,27 +127,37 @@ class Entry:
             found.append(rows)
         return found
 
-    def merged(self, values: Sequence[Tensor], op: ReduceOp) -> Tensor:
-        """A copy of the values of this rank's devices, combined."""
+    def copied(self, values: npt.NDArray[Any]) -> Buffer:
+        """A copy of values that are like ``Buffer.values``, of a small key."""
         buffer = self._buffer()
-        buffer.copy_(values[0])
-        for value in values[1:]:
-            _COMBINE[op](buffer, value.to(buffer.device), out=buffer)
-        if op == "mean" and len(values) > 1:
-            buffer.div_(len(values))
+        buffer.fill(values)
         return buffer
 
-    def quantised(self, values: Sequence[Tensor], compression: Compression, op: ReduceOp) -> Tensor:
+    def merged(self, values: Sequence[Tensor], op: ReduceOp) -> Buffer:
+        """A copy of the values of this rank's devices, combined."""
+        buffer = self._buffer()
+        tensor = buffer.tensor
+        tensor.copy_(values[0])
+        for value in values[1:]:
+            _COMBINE[op](tensor, value.to(tensor.device), out=tensor)
+        if op == "mean" and len(values) > 1:
+            tensor.div_(len(values))
+        return buffer
+
+    def quantised(self, values: Sequence[Tensor], compression: Compression, op: ReduceOp) -> Buffer:
         """The values of the devices, combined after 2-bit compression of each, with a residual for each."""
         assert isinstance(compression, TwoBit)
         while len(self._quantisers) < len(values):
             self._quantisers.append(Quantiser(self.stored, compression.threshold))
-        total = self._buffer().zero_()
+        buffer = self._buffer()
+        total = buffer.tensor.zero_()
         codes = torch.empty(total.numel(), dtype=total.dtype, device=total.device)
         for quantiser, value in zip(self._quantisers, values, strict=False):
             quantiser.codes(value.to(total.device).reshape(-1), 0, codes)
             total.view(-1).add_(codes, alpha=compression.threshold)
-        return total.div_(len(values)) if op == "mean" else total
+        if op == "mean":
+            total.div_(len(values))
+        return buffer
 
     def forget_residuals(self) -> None:
         """What earlier compressions have not sent is lost."""
@@ -145,6 +182,10 @@ class Entry:
         wait_to_write(array)
         view.copy_(self.stored)
 
+    def write_small(self, out: npt.NDArray[Any]) -> None:
+        """Copy the value of a small key into an array that is like ``Buffer.values``."""
+        self._stored.copy_to(out)
+
     def write_rows(self, out: Any, indices: Tensor) -> None:
         """Copy the rows ``indices``, ascending, into a sparse ``out``."""
         write_rows(out, indices, self.stored.index_select(0, indices.to(self.stored.device)))
@@ -157,14 +198,14 @@ class Entry:
         if rows.dtype != self._dtype:
             raise self._misfit(what, f"an out {rows}", TypeError)
 
-    def _apply(self, result: Tensor | Rows, updater: Updater | None) -> None:
-        if isinstance(result, Tensor):
-            if updater is not None and self.updates:
-                updater(self.key, result, self.stored, self.library)
-            else:
-                self.stored, result = result, self.stored
-            self._spare.append(result)
-            return
+    def _apply(self, sum_: Buffer, updater: Updater | None) -> None:
+        if updater is not None and self.updates:
+            updater(self.key, sum_.tensor, self.stored, self.library)
+        else:
+            self._stored, sum_ = sum_, self._stored
+        self._spare.append(sum_)
+
+    def _apply_rows(self, result: Rows, updater: Updater | None) -> None:
         rows = RowSparse(*result, self.stored.shape)
         if updater is not None and self.updates:
             updater(self.key, rows, self.stored, self.library)
@@ -172,8 +213,8 @@ class Entry:
             self.stored.zero_()
             self.stored[rows.indices] = rows.values
 
-    def _buffer(self) -> Tensor:
-        return self._spare.pop() if self._spare else torch.empty_like(self.stored)
+    def _buffer(self) -> Buffer:
+        return self._spare.pop() if self._spare else Buffer(torch.empty_like(self.stored))
 
     def _checked(self, view: Tensor, what: str) -> Tensor:
         if view.shape != self._shape:

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from hybridpar.comm.agreement import check_same_settings, raise_together
 from hybridpar.comm.any_order.engine import AnyOrderEngine
+from hybridpar.comm.any_order.submission import Submission, Told
 from hybridpar.comm.group import DEFAULT_TIMEOUT, Group
 from hybridpar.comm.kvstore.compression import Coder, Compression
 from hybridpar.comm.kvstore.ending import AtEnd
 from hybridpar.comm.kvstore.row_sums import Rows as Rows  # part of what a reducer gives
 from hybridpar.comm.kvstore.row_sums import RowSums, coalesced, synchronize
-from hybridpar.comm.lanes.lane import describe
+from hybridpar.comm.lanes.lane import Op, describe
 from hybridpar.comm.timeline.timeline import Timeline
 
 Key = int | str
@@ -151,12 +152,22 @@ class Reducer:
         Raises:
             As ``submit``, before anything is submitted.
         """
-        indices = [self._known(key).index for key in keys]
-        for key, tensor in zip(keys, tensors, strict=True):
-            self._check_op(key, tensor, op)
-        if op == "mean":
-            return self._engine.submit_many(indices, tensors, op="sum", scale=1 / self.size, priority=priority)
-        return self._engine.submit_many(indices, tensors, op=op, priority=priority)
+        indices, how, scale = self._terms(keys, tensors, op)
+        return self._engine.submit_many(indices, tensors, op=how, scale=scale, priority=priority)
+
+    def send(
+        self,
+        keys: Sequence[Key],
+        tensors: Sequence[Tensor],
+        *,
+        op: ReduceOp = "sum",
+        priority: int | Sequence[int] = 0,
+        told: Told | None = None,
+        notes: Sequence[Any] = (),
+    ) -> list[Submission]:
+        """``submit_many``, without the cost of a future for each of many small tensors: ``AnyOrderEngine.send``."""
+        indices, how, scale = self._terms(keys, tensors, op)
+        return self._engine.send(indices, tensors, op=how, scale=scale, priority=priority, told=told, notes=notes)
 
     def rows(self, key: Key, indices: Tensor, values: Tensor) -> Future[Rows]:
         """Sum rows over the ranks, each rank naming its own. Returns at once.
@@ -191,7 +202,7 @@ class Reducer:
     def finish(self, wait_for_others: bool) -> None:
         """At the end of the process: Note [the last pushes] in ``hybridpar.comm.kvstore.ending``."""
         if wait_for_others:
-            wait(self._engine.outstanding())
+            self._engine.wait_outstanding()
             wait(self._rows.outstanding())
 
     def close(self) -> None:
@@ -215,6 +226,16 @@ class Reducer:
         if known is None:
             raise ValueError(f"{name_of(key)} is not known: expected a key that was initialised; call init first")
         return known
+
+    def _terms(self, keys: Sequence[Key], tensors: Sequence[Tensor], op: ReduceOp) -> tuple[list[int], Op, float]:
+        """Indices, operation and scale for the engine."""
+        indices = [self._known(key).index for key in keys]
+        if op == "mean":
+            for key, tensor in zip(keys, tensors, strict=True):
+                self._check_op(key, tensor, op)
+            return indices, "sum", 1 / self.size
+        self._check_op(keys[0], tensors[0], op)
+        return indices, op, 1.0
 
     def _check_op(self, key: Key, tensor: Tensor, op: ReduceOp) -> None:
         if op not in _OPS:

@@ -12,12 +12,14 @@ from torch import Tensor
 from hybridpar.comm.agreement import check_same_settings, together
 from hybridpar.comm.group import DEFAULT_TIMEOUT, Group
 from hybridpar.comm.kvstore.arrays import Array, as_tensor, library_of, wait_to_read
+from hybridpar.comm.kvstore.buffer import Buffer
 from hybridpar.comm.kvstore.compression import Compression, TwoBit, compression
 from hybridpar.comm.kvstore.default import default_group
 from hybridpar.comm.kvstore.entry import Entry
 from hybridpar.comm.kvstore.keys import new_pairs, pairs
 from hybridpar.comm.kvstore.names import Kind, kind_of, op_of
 from hybridpar.comm.kvstore.reducer import Key, ReduceOp, Reducer, name_of
+from hybridpar.comm.kvstore.small import SmallArrays
 from hybridpar.comm.kvstore.sparse import RowSparse, as_rows, is_sparse, row_numbers
 from hybridpar.comm.kvstore.updater import TorchUpdater, Updater, describe_optimizer, updater_for, updater_of
 
@@ -64,6 +66,7 @@ class KVStore:
         self._kind, self._group = kind, group
         self._reducer = Reducer(group, timeout=timeout, stall_seconds=stall_seconds)
         self._entries: dict[Key, Entry] = {}
+        self._small = SmallArrays(self._entries, self._reducer, _TOGETHER_BYTES)
         self._updater: Updater | None = None
         self._compression: Compression | None = None
 
@@ -108,7 +111,7 @@ class KVStore:
         """
         entries = together(self._group, lambda: self._new_entries(key, value, not param_only))
         self._reducer.init_many([entry.key for entry in entries], [entry.stored for entry in entries])
-        self._entries |= {entry.key: entry for entry in entries}
+        self._entries.update((entry.key, entry) for entry in entries)
 
     def push(self, key: Any, value: Any, priority: int = 0, *, op: object = "sum") -> None:
         """Add values over devices and ranks, and give the sum to the updater; without one it replaces what is stored.
@@ -127,6 +130,9 @@ class KVStore:
             CommunicationError: this, or an earlier push, failed.
         """
         how = op_of(op)
+        if how != "mean" and self._compression is None and (small := self._small.find(key, value)):
+            self._small.push(small, self._updater, how, priority)
+            return
         dense: list[tuple[Entry, list[Tensor]]] = []
         sparse: list[tuple[Entry, list[RowSparse]]] = []
         for one, values in pairs(key, value, "push"):
@@ -156,6 +162,8 @@ class KVStore:
         """
         if out is None:
             raise ValueError("pull: expected out, the arrays to be filled, got None")
+        if (small := self._small.find(key, out)) and self._small.pull(small, self._updater, out):
+            return
         dense: list[tuple[Entry, Array, Tensor]] = []
         sparse: list[tuple[Entry, Any]] = []
         for one, arrays in pairs(key, out, "pull"):
@@ -337,37 +345,38 @@ class KVStore:
 
     def _push_dense(self, pushes: Sequence[tuple[Entry, Sequence[Tensor]]], op: ReduceOp, priority: int) -> None:
         """Small values are sent together, so that the ranks agree once on them; what is large travels meanwhile."""
-        held: list[tuple[Entry, Tensor]] = []
+        held: list[tuple[Entry, Buffer]] = []
         held_bytes = 0
         for entry, values in pushes:
             entry.settle(self._updater, wait=False)
             compressed = self._compression_of(entry)
             if compressed is not None and self._kind.distributed:
                 merged = entry.merged(values, op)
-                entry.await_result(
-                    self._reducer.submit(entry.key, merged, op=op, priority=priority, compression=compressed)
+                future = self._reducer.submit(
+                    entry.key, merged.tensor, op=op, priority=priority, compression=compressed
                 )
+                entry.await_sum(future, merged)
                 continue
             merged = entry.merged(values, op) if compressed is None else entry.quantised(values, compressed, op)
             held.append((entry, merged))
-            held_bytes += merged.nbytes
+            held_bytes += merged.tensor.nbytes
             if held_bytes >= _TOGETHER_BYTES:
                 self._send(held, op, priority)
                 held, held_bytes = [], 0
         if held:
             self._send(held, op, priority)
 
-    def _send(self, merged: Sequence[tuple[Entry, Tensor]], op: ReduceOp, priority: int) -> None:
-        keys, tensors = [entry.key for entry, _ in merged], [tensor for _, tensor in merged]
-        futures = self._reducer.submit_many(keys, tensors, op=op, priority=priority)
-        for (entry, _), future in zip(merged, futures, strict=True):
-            entry.await_result(future)
+    def _send(self, merged: Sequence[tuple[Entry, Buffer]], op: ReduceOp, priority: int) -> None:
+        keys, tensors = [entry.key for entry, _ in merged], [buffer.tensor for _, buffer in merged]
+        awaited = self._reducer.send(keys, tensors, op=op, priority=priority)
+        for (entry, buffer), one in zip(merged, awaited, strict=True):
+            entry.await_sum(one, buffer)
 
     def _push_rows(self, entry: Entry, values: Sequence[RowSparse]) -> None:
         device = entry.stored.device
         indices = torch.cat([rows.indices.to(device) for rows in values])
         data = torch.cat([rows.values.to(device) for rows in values])
-        entry.await_result(self._reducer.rows(entry.key, indices, data))
+        entry.await_rows(self._reducer.rows(entry.key, indices, data))
 
     def _settle_all(self) -> None:
         for entry in self._entries.values():

@@ -49,7 +49,10 @@ class Buffer:
     Attributes:
         array: dense. MXNet's engine orders who uses the memory.
         tensor: for functions of the engine that have the array.
+        handle: of the array.
         address, nbytes: of the memory.
+        number: of the function that was the last one to write it, see ``Outbox``; 0 where it was an operator.
+        source: handle of the array that this function copies; 0 where it copies none, or there is no such function.
         is_small: whether functions of the engine copy it, rather than operators; see Note [copies in plain order].
     """
 
@@ -57,8 +60,10 @@ class Buffer:
         self.array = mxnet.nd.zeros(like.shape, ctx=mxnet.cpu(), dtype=like.dtype)
         # Only now is there memory; it stays where it is, in plain order, since nothing but copies is written into it.
         self.array.wait_to_read()
+        self.handle: int = self.array.handle.value
         self.tensor = as_tensor(self.array)
         self.address, self.nbytes = self.tensor.data_ptr(), self.tensor.nbytes
+        self.number, self.source = 0, 0
         self.is_small = self.array.ndim == 1 and 0 < self.nbytes <= _SMALL_BYTES
 
     def merge(self, values: Sequence[NDArray], op: ReduceOp) -> None:

@@ -4,8 +4,10 @@
 MXNet's engine orders operators by the arrays that they read and write. A function that is pushed with
 ``MXEnginePushAsyncND`` takes part in that order: it runs when the arrays are free, and they stay taken until it calls
 its completion, which may happen much later and on any thread. So nothing waits: not the script, nor a worker of the
-engine. It runs on the engine's prioritised workers, which are there for short functions, and so does not stand in line
-with operators that compute.
+engine. Where the arrays are free already, it runs at once in the thread that pushes it: to wake a worker costs more
+than a function as short as these. Otherwise the worker that has computed the last of them runs it next, before
+operators that stand in line there. What fills arrays runs on the engine's prioritised workers, which are there for
+short functions.
 
 # Note [errors through the engine]
 A completion can carry an error: a pointer to a ``dmlc::Error``, which is a ``std::runtime_error`` and nothing more. The
@@ -21,6 +23,13 @@ Threads of the engine that call Python wait for the interpreter, and take it fro
 gives the next function to the engine: for functions as short as these that costs more than the functions. So they are
 native: they copy what there is to copy, and put their number into an inbox. One thread of Python takes from there
 whatever has come while it waited for the interpreter, all at once.
+
+# Note [followers]
+What is to be filled with a sum that travels could wait for the buffer in the engine, as a function of its own: to wake
+a worker for it when the sum arrives costs more than the copy. So an array that is free is taken at once, by a function
+that runs where it is pushed, and the copy is made when the function that holds the buffer is completed, before that is:
+then the buffer still belongs to it. Where the array is in use, or where the other function has not run, so that it may
+still be skipped, the engine orders the copy as it does everything else; and it carries the errors.
 
 # Note [copies in plain order]
 MXNet may keep an array of several dimensions in another order of its own, which only its operators understand, and
@@ -43,7 +52,8 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import mxnet
 from mxnet.base import _LIB, MXNetError, register_error
@@ -55,7 +65,8 @@ from hybridpar.topology import mxnet_engine
 _LOG = logging.getLogger(__name__)
 
 _RELEASES = "1.9."
-_INT32 = 1 << 31
+_AHEAD = 1 << 30  # priorities have 32 bits, and operators have small ones
+_NONE: list[int] = []
 _END_SECONDS = 5.0
 _BETWEEN_SIGNALS = 0.1
 # In the order of EngineApi (csrc/engine_inbox.h).
@@ -75,7 +86,7 @@ class StoreError(MXNetError, CommunicationError):  # type: ignore[misc]
         CommunicationError.__init__(self, reason, rank=int(rank), operation=operation, tensor=tensor)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Arrival:
     """A function that has run and holds its arrays until it is completed, or that was skipped.
 
@@ -88,9 +99,6 @@ class Arrival:
     load: Any
     ran: bool
     problem: str
-
-
-Receiver = Callable[[Sequence[Arrival]], None]
 
 
 def check_engine() -> None:
@@ -112,42 +120,45 @@ class Engine:
     """Gives functions to MXNet's engine, and tells when they have run.
 
     Args:
-        receive: called with all functions that have run or were skipped since the last call, in that order, on a thread
-            of its own. It must not wait for arrays. If it raises, they are completed with that error. It is kept
-            alive as long as functions are on their way.
+        receive: a method, called with all functions that have run or were skipped since the last call, in that order,
+            on a thread of its own. It must not wait for arrays. If it raises, they are completed with that error. Its
+            object is kept alive as long as functions are on their way.
     """
 
-    def __init__(self, receive: Receiver) -> None:
-        self._receive = weakref.WeakMethod(receive)
+    def __init__(self, receive: Callable[[Sequence[Arrival]], None]) -> None:
+        method = cast("MethodType", receive)
+        self._owner = weakref.ref(method.__self__)
         self._inbox = EngineInbox([_address(name) for name in _FUNCTIONS])
         self._numbers = itertools.count(1)
-        self._loads: dict[int, tuple[Receiver, Any]] = {}
+        self._loads: dict[int, tuple[object, Any]] = {}
         self._process = os.getpid()
         # The thread holds all that it needs but this object, so that an abandoned one is collected, and it ends.
-        arguments = (self._inbox, self._loads)
+        arguments = (self._inbox, self._loads, method.__func__)
         self._thread = threading.Thread(target=_receive_all, args=arguments, name="hybridpar-mxnet", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, _end, self._inbox, self._thread, self._process, _ENDED)
 
-    def is_plain(self, array: Any, like: Any) -> bool:
-        """Whether an NDArray is dense, on this host, of one dimension, and of the dtype and length of another one."""
-        return self._inbox.is_plain(array.handle.value, like.handle.value)
+    # Arrays are named by their handles, which the caller keeps alive during the call.
+
+    def is_plain(self, array: int, like: int) -> bool:
+        """Whether an array is dense, on this host, of one dimension, and of the dtype and length of another one."""
+        return self._inbox.is_plain(array, like)
 
     def push(
         self,
         load: object,
         *,
-        reads: Sequence[Any] = (),
-        writes: Sequence[Any] = (),
-        copied: Sequence[int] = (),
+        reads: list[int] = _NONE,
+        writes: list[int] = _NONE,
+        copied: list[int] = _NONE,
         back: bool = False,
         priority: int = 0,
         name: str = "hybridpar",
-    ) -> None:
-        """A function that copies, and then is received with its load. Returns at once.
+    ) -> int:
+        """A function that copies, and then is received with its load. Returns its number, at once.
 
         Args:
-            reads, writes: NDArrays that it reads, and that it writes; not one in both.
+            reads, writes: arrays that it reads, and that it writes; not one in both.
             copied: handle, address and bytes of each of some of the arrays, which are plain, see ``is_plain``: they are
                 copied to that address, which is memory of an array that it writes.
             back: whether they are copied back when the function is completed without an error.
@@ -159,20 +170,22 @@ class Engine:
         """
         if os.getpid() != self._process:
             raise RuntimeError("push in a forked child: expected the process that made the store; make another there")
-        receive = self._receive()
-        assert receive is not None
         number = next(self._numbers)
         if self._finalizer.alive:
-            self._loads[number] = (receive, load)
-        self._inbox.push(
-            number, [array.handle.value for array in reads], [array.handle.value for array in writes],
-            list(copied), back, _clamped(priority), name,
-        )  # fmt: skip
+            self._loads[number] = (self._owner(), load)
+        self._inbox.push(number, reads, writes, copied, back, _AHEAD + max(-_AHEAD, min(priority, _AHEAD - 1)), name)
+        return number
 
-    def fill(self, array: Any, source: Any, address: int, nbytes: int) -> None:
-        """A function that copies from an address, memory of ``source``, into a plain array. Returns at once."""
-        handle = array.handle.value
-        self._inbox.push_copies([source.handle.value], [handle], [handle, address, nbytes], 0, "hybridpar pull")
+    def fill(self, array: int, source: int, address: int, nbytes: int, number: int = 0) -> None:
+        """Copy from an address, memory of ``source``, into a plain array, when both can be had. Returns at once.
+
+        Args:
+            number: of the function that was the last one to write ``source``, which nobody writes before this has
+                copied; 0 where operators write it. See Note [followers].
+        """
+        if number and self._inbox.follow(number, array, address, nbytes):
+            return
+        self._inbox.push_copies([source], [array], [array, address, nbytes], 0, "hybridpar pull")
 
     def complete(self, number: int, error: BaseException | None = None) -> bool:
         """Its arrays are free again; with an error, calls that wait for the written ones raise it.
@@ -181,6 +194,10 @@ class Engine:
             False if it was completed before, or everything was by ``stop``.
         """
         return self._inbox.complete([number], "" if error is None else text_of(error)) == 1
+
+    def complete_all(self, numbers: list[int]) -> None:
+        """``complete`` of several, without an error."""
+        self._inbox.complete(numbers, "")
 
     def wait_idle(self) -> None:
         """Return when all functions have been completed, or skipped, and the engine is done with them."""
@@ -201,23 +218,23 @@ def text_of(error: BaseException) -> str:
     return f"{name if type(error) in (ValueError, TypeError) else f'MXNetError: {name}'}: {error}"
 
 
-def _receive_all(inbox: EngineInbox, loads: dict[int, tuple[Receiver, Any]]) -> None:
+def _receive_all(inbox: EngineInbox, loads: dict[int, tuple[object, Any]], receive: Callable[..., None]) -> None:
     """The thread of an ``Engine``."""
     while inbox.wait():
-        _receive_once(inbox, loads)
+        _receive_once(inbox, loads, receive)
     loads.clear()
 
 
-def _receive_once(inbox: EngineInbox, loads: dict[int, tuple[Receiver, Any]]) -> None:
+def _receive_once(inbox: EngineInbox, loads: dict[int, tuple[object, Any]], receive: Callable[..., None]) -> None:
     """A function of its own, so that nothing is kept alive while the thread waits."""
     arrived = []
     for number, ran, problem in inbox.take():
-        receive, load = loads.pop(number)
+        owner, load = loads.pop(number)
         arrived.append(Arrival(number, load, ran, problem))
     if not arrived:
         return
     try:
-        receive(arrived)
+        receive(owner, arrived)
     except BaseException as error:
         if not inbox.complete([one.number for one in arrived], text_of(error)):
             _LOG.exception("functions of MXNet's engine failed after they had completed")
@@ -230,10 +247,6 @@ def _end(inbox: EngineInbox, thread: threading.Thread, process: int, why: str) -
     inbox.stop(why)
     if threading.current_thread() is not thread:
         thread.join(_END_SECONDS)
-
-
-def _clamped(priority: int) -> int:
-    return max(-_INT32, min(priority, _INT32 - 1))
 
 
 def _address(name: str) -> int:

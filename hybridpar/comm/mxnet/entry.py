@@ -114,8 +114,7 @@ class Entry:
     def push_of(self, source: NDArray, updater: Updater | None, *, back: bool = False) -> Push:
         """Of one plain array, which is copied when it has been computed."""
         assert self._spare is not None
-        after = self.value if self.is_replaced(updater) else None
-        return Push(self.key, self._spare, source=source, after=after, back=back)
+        return Push(self.key, self._spare, None, source, self._after(updater), back)
 
     def merge(
         self, values: Sequence[NDArray], op: ReduceOp, compression: Compression | None, updater: Updater | None
@@ -123,7 +122,11 @@ class Entry:
         """Of the values of this rank's devices, which operators write into the buffer."""
         assert self._spare is not None
         self._spare.merge(values, op)
-        return Push(self.key, self._spare, compression, after=self.value if self.is_replaced(updater) else None)
+        return Push(self.key, self._spare, compression, None, self._after(updater))
+
+    def _after(self, updater: Updater | None) -> Buffer | None:
+        """Note [one push after the other] in the outbox."""
+        return self._stored if self.is_replaced(updater) and not self.sparse else None
 
     def is_replaced(self, updater: Updater | None) -> bool:
         """Whether what is pushed replaces the value, rather than being given to the updater."""
@@ -132,10 +135,15 @@ class Entry:
     def apply(self, buffer: Buffer, updater: Updater | None) -> None:
         """What is in the buffer, once it is there, is a new gradient, or the new value. Returns at once."""
         if updater is not None and self.updates:
+            self._operators_write()
             updater(self.key, buffer.array, self.value)
             return
         self._stored, self._spare = buffer, self._stored
         self.value = buffer.array
+
+    def _operators_write(self) -> None:
+        if not self.sparse:
+            self._stored.number = 0
 
     def await_rows(self, future: Future[Rows]) -> None:
         """A push of rows is on its way."""
@@ -149,6 +157,7 @@ class Entry:
         """
         while self._pending:
             gradient = rows_array(*self._pending.popleft().result(), self.value.shape)
+            self._operators_write()
             if updater is not None and self.updates:
                 updater(self.key, gradient, self.value)
             elif self.sparse:
@@ -156,9 +165,16 @@ class Entry:
             else:
                 gradient.tostype("default").copyto(self.value)
 
+    def is_plain(self, array: NDArray, engine: Engine) -> bool:
+        """Whether functions of the engine can copy between an array and the value, which is small."""
+        return engine.is_plain(array.handle.value, self._stored.handle)
+
     def fill(self, out: NDArray, engine: Engine) -> None:
         """Copy the value into a plain array. Returns at once."""
-        engine.fill(out, self.value, self._stored.address, self._stored.nbytes)
+        stored, handle = self._stored, out.handle.value
+        # What was pushed is in use until the sum is there.
+        number = 0 if handle == stored.source else stored.number
+        engine.fill(handle, stored.handle, stored.address, stored.nbytes, number)
 
     def write(self, out: NDArray) -> None:
         """Copy the value. Returns at once."""

@@ -12,8 +12,7 @@ from hybridpar.comm.kvstore.reducer import ReduceOp, name_of
 from hybridpar.comm.mxnet.arrays import SPARSE, NDArray, merged_rows
 from hybridpar.comm.mxnet.entry import Entry, Updater
 from hybridpar.comm.mxnet.outbox import Outbox
-from hybridpar.comm.mxnet.small import Given
-from hybridpar.comm.mxnet.table import Table
+from hybridpar.comm.mxnet.table import Given, Table
 
 _LOG = logging.getLogger(__name__)
 

@@ -36,16 +36,16 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from mxnet.base import MXNetError
 from torch import Tensor
 
+from hybridpar.comm.any_order.submission import Submission
 from hybridpar.comm.errors import CommunicationError
 from hybridpar.comm.kvstore.compression import Compression
 from hybridpar.comm.kvstore.ending import AtEnd
@@ -61,7 +61,7 @@ _NOT_PLAIN = (
 _LAST_STEPS_SECONDS = 0.002  # in which threads of the engine come out of functions that have ended
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Push:
     """One key, the buffer for its values, and how they travel.
 
@@ -75,18 +75,25 @@ class Push:
     buffer: Buffer
     compression: Compression | None = None
     source: NDArray | None = None
-    after: NDArray | None = None
+    after: Buffer | None = None
     back: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Load:
-    """What a function sends."""
+    """What a function sends.
+
+    Attributes:
+        left: how many of its keys have not arrived.
+        error: the first of those that never will.
+    """
 
     pushes: Sequence[Push]
     op: ReduceOp
     priority: int
-    name: str
+    number: int = 0  # of the function, once it has run
+    left: int = 0
+    error: BaseException | None = None
 
 
 class Outbox:
@@ -103,11 +110,14 @@ class Outbox:
         self._at_end = AtEnd(self.finish)
         os.register_at_fork(before=_BeforeFork(self))
 
-    def send(self, pushes: Iterable[Push], *, op: ReduceOp, priority: int) -> None:
+    def send(self, pushes: Sequence[Push], *, op: ReduceOp, priority: int) -> None:
         """The values of all buffers, combined over the ranks, take their place. Returns at once.
 
         Everything that uses a buffer's array from now on waits for that, in MXNet's engine. See Note [small keys].
         """
+        if len(pushes) == 1:
+            self._send(pushes, op, priority)
+            return
         held: list[Push] = []
         held_bytes = 0
         for push in pushes:
@@ -124,20 +134,23 @@ class Outbox:
 
     def _send(self, pushes: Sequence[Push], op: ReduceOp, priority: int) -> None:
         """As one function of the engine."""
-        reads, writes, copied = [], [], list[int]()
+        reads, writes, copied = list[int](), list[int](), list[int]()
         for push in pushes:
-            writes.append(push.buffer.array)
+            buffer = push.buffer
+            buffer.source = 0
+            writes.append(buffer.handle)
             if push.after is not None:
-                reads.append(push.after)
+                reads.append(push.after.handle)
             if push.source is not None:
-                (writes if push.back else reads).append(push.source)
-                copied += (push.source.handle.value, push.buffer.address, push.buffer.nbytes)
-        first = name_of(pushes[0].key)
-        name = first if len(pushes) == 1 else f"{first} and {len(pushes) - 1} more"
-        self.engine.push(
-            _Load(pushes, op, priority, name), reads=reads, writes=writes, copied=copied, back=pushes[0].back,
-            priority=priority, name=f"hybridpar {name}",
+                source = buffer.source = push.source.handle.value
+                (writes if push.back else reads).append(source)
+                copied += (source, buffer.address, buffer.nbytes)
+        number = self.engine.push(
+            _Load(pushes, op, priority), reads=reads, writes=writes, copied=copied, back=pushes[0].back,
+            priority=priority, name="hybridpar push",
         )  # fmt: skip
+        for push in pushes:
+            push.buffer.number = number
 
     def _receive(self, arrived: Sequence[Arrival]) -> None:
         """Functions have run, so that their buffers are filled, or were skipped."""
@@ -145,9 +158,9 @@ class Outbox:
         for one in arrived:
             load: _Load = one.load
             if not one.ran:
-                self._skipped(load.name, load.pushes[0].buffer.array)
+                self._skipped(_name(load.pushes), load.pushes[0].buffer.array)
             elif one.problem:
-                self._refuse([one], self._error(_NOT_PLAIN + one.problem, load.name))
+                self._refuse([one], self._error(_NOT_PLAIN + one.problem, _name(load.pushes)))
             elif load.pushes[0].compression is not None:
                 self._submit([one], load.op)
             else:
@@ -157,28 +170,23 @@ class Outbox:
 
     def _submit(self, ready: Sequence[Arrival], op: ReduceOp) -> None:
         """Their keys are all different, because a key has one push in the engine at a time."""
-        pushes = [push for one in ready for push in one.load.pushes]
-        priorities = [one.load.priority for one in ready for _ in one.load.pushes]
+        pushes, priorities, loads = list[Push](), list[int](), list[_Load]()
+        for one in ready:
+            load: _Load = one.load
+            load.number, load.left = one.number, len(load.pushes)
+            pushes += load.pushes
+            priorities += [load.priority] * load.left
+            loads += [load] * load.left
         keys, tensors = [push.key for push in pushes], [push.buffer.tensor for push in pushes]
         try:
             if (compression := pushes[0].compression) is None:
-                futures = self._reducer.submit_many(keys, tensors, op=op, priority=priorities)
+                self._reducer.send(keys, tensors, op=op, priority=priorities, told=self._told, notes=loads)
             else:
-                futures = [
-                    self._reducer.submit(keys[0], tensors[0], op=op, priority=priorities[0], compression=compression)
-                ]
+                self._reducer.submit(
+                    keys[0], tensors[0], op=op, priority=priorities[0], compression=compression
+                ).add_done_callback(partial(self._arrived, ready[0].number))
         except BaseException as error:
             self._refuse(ready, error)
-            return
-        left = iter(futures)
-        for one in ready:
-            count = len(one.load.pushes)
-            if count == 1:
-                next(left).add_done_callback(partial(self._arrived_alone, one.number))
-                continue
-            arrived = _Group(count, partial(self._arrived, one.number)).arrived
-            for future in islice(left, count):
-                future.add_done_callback(arrived)
 
     def _refuse(self, functions: Sequence[Arrival], error: BaseException) -> None:
         self.fail(error)
@@ -219,10 +227,25 @@ class Outbox:
         self._reducer.close()
         self.engine.stop(self._error("the store was closed", "what was on its way"))
 
-    def _arrived_alone(self, number: int, future: Future[Any]) -> None:
-        self._arrived(number, future.exception())
+    def _told(self, submissions: Sequence[Submission]) -> None:
+        """Keys have arrived, or one has failed. A function ends with the last of its keys."""
+        ended, failed = list[_Load](), list[_Load]()
+        with self._lock:
+            for submission in submissions:
+                load: _Load = submission.note
+                load.error = load.error or submission.error
+                load.left -= 1
+                if not load.left:
+                    (ended if load.error is None else failed).append(load)
+        if ended:
+            self.engine.complete_all([load.number for load in ended])
+        for load in failed:
+            self._end(load.number, load.error)
 
-    def _arrived(self, number: int, error: BaseException | None) -> None:
+    def _arrived(self, number: int, future: Future[Any]) -> None:
+        self._end(number, future.exception())
+
+    def _end(self, number: int, error: BaseException | None) -> None:
         if error is not None:
             self.fail(error)
         self.engine.complete(number, error)
@@ -257,22 +280,10 @@ class Outbox:
         self.engine.wait_idle()
 
 
-class _Group:
-    """Calls ``done``, with the first error or None, when a number of futures are done."""
-
-    def __init__(self, count: int, done: Callable[[BaseException | None], None]) -> None:
-        self._count, self._done = count, done
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-
-    def arrived(self, future: Future[Any]) -> None:
-        error = future.exception()
-        with self._lock:
-            self._error = self._error or error
-            self._count -= 1
-            if self._count:
-                return
-        self._done(self._error)
+def _name(pushes: Sequence[Push]) -> str:
+    """How errors name what one function sends."""
+    first = name_of(pushes[0].key)
+    return first if len(pushes) == 1 else f"{first} and {len(pushes) - 1} more"
 
 
 class _BeforeFork:

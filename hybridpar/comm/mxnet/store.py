@@ -28,6 +28,7 @@ from hybridpar.comm.agreement import check_same_settings, together
 from hybridpar.comm.group import DEFAULT_TIMEOUT, Group
 from hybridpar.comm.kvstore.compression import Compression, compression
 from hybridpar.comm.kvstore.default import default_group
+from hybridpar.comm.kvstore.keys import pairs
 from hybridpar.comm.kvstore.names import kind_of, op_of
 from hybridpar.comm.kvstore.reducer import ReduceOp, Reducer
 from hybridpar.comm.kvstore.updater import describe_optimizer
@@ -35,7 +36,7 @@ from hybridpar.comm.mxnet.engine import check_engine
 from hybridpar.comm.mxnet.entry import Entry, Updater, updater_of
 from hybridpar.comm.mxnet.operators import AnyArrays
 from hybridpar.comm.mxnet.outbox import Outbox
-from hybridpar.comm.mxnet.small import SmallArrays, given_of
+from hybridpar.comm.mxnet.small import SmallArrays
 from hybridpar.comm.mxnet.table import Table, check_dense, row_numbers
 from hybridpar.comm.timeline.timeline import Timeline
 
@@ -172,10 +173,10 @@ class KVStore(mxnet.kvstore.KVStore):  # type: ignore[misc]
             StoreError: an earlier push failed.
         """
         self._outbox.check()
-        how, given = op_of(op), given_of(key, value, "push")
-        small = self._small.find(given, one_each=True) if self._goes_as_it_is(how) else None
+        how = op_of(op)
+        small = self._small.find(key, value, one_each=True) if self._goes_as_it_is(how) else None
         if small is None:
-            self._any.push(given, self._updater, self._compression, how, priority)
+            self._any.push(pairs(key, value, "push"), self._updater, self._compression, how, priority)
         else:
             self._small.push(small, self._updater, how, priority)
 
@@ -199,10 +200,9 @@ class KVStore(mxnet.kvstore.KVStore):  # type: ignore[misc]
         if out is None:
             raise ValueError("pull: expected out, the arrays to be filled, got None")
         self._outbox.check()
-        given = given_of(key, out, "pull")
-        small = self._small.find(given, one_each=False)
+        small = self._small.find(key, out, one_each=False)
         if small is None:
-            self._any.pull(given, ignore_sparse=ignore_sparse)
+            self._any.pull(pairs(key, out, "pull"), ignore_sparse=ignore_sparse)
         else:
             self._small.pull(small)
 
@@ -213,15 +213,16 @@ class KVStore(mxnet.kvstore.KVStore):  # type: ignore[misc]
             TypeError: row_sparse values, which MXNet does not take here either: use push and row_sparse_pull.
         """
         self._outbox.check()
-        how, values = op_of(op), given_of(key, value, "pushpull")
-        pushed = self._small.find(values, one_each=True) if self._goes_as_it_is(how) else None
+        how = op_of(op)
+        pushed = self._small.find(key, value, one_each=True) if self._goes_as_it_is(how) else None
         in_place = pushed is not None and len(pushed) == 1 and (out is None or out is value)
         if pushed is not None and in_place and pushed[0][0].is_replaced(self._updater):
             self._small.push(pushed, None, how, priority, in_place=True)
             return
-        outs = values if out is None else given_of(key, out, "pushpull")
-        pulled = self._small.find(outs, one_each=False)
+        pulled = None if pushed is None else self._small.find(key, value if out is None else out, one_each=False)
         if pushed is None or pulled is None:
+            values = pairs(key, value, "pushpull")
+            outs = values if out is None else pairs(key, out, "pushpull")
             check_dense(values, "value")
             check_dense(outs, "out")
             self._any.push(values, self._updater, self._compression, how, priority)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import mxnet
 import numpy as np
@@ -12,6 +12,8 @@ from hybridpar.comm.kvstore.keys import new_pairs, pairs
 from hybridpar.comm.kvstore.reducer import Key, name_of
 from hybridpar.comm.mxnet.arrays import SPARSE, Buffer, NDArray, classic
 from hybridpar.comm.mxnet.entry import Entry
+
+Given: TypeAlias = list[tuple[Key, list[Any]]]  # of a call: each key once, with all that was given for it
 
 
 class Table:

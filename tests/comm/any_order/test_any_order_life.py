@@ -33,28 +33,35 @@ def _engine(group: Any, *names: str) -> AnyOrderEngine:
     return engine
 
 
-def _vain_negotiations(group: Any) -> int:
-    """Of 30 steps that are all alike, after 10 to get used to them: how many negotiations found nothing."""
+def _vain_negotiations(group: Any, patience: float) -> int:
+    """Of 30 steps that are all alike, after 10 to get used to them: how many negotiations found nothing.
+
+    Args:
+        patience: seconds for which a rank that has submitted one tensor of the five stays away from the next one, but
+            no longer than until a negotiation has ended.
+    """
     engine = _engine(group, *map(str, range(5)))
-    readiness, vain = engine._traffic._readiness, 0
+    readiness, found = engine._traffic._readiness, list[bool]()
     agree = readiness.agree
 
     def counted(*arguments: Any, **options: Any) -> Any:
-        nonlocal vain
         agreement = agree(*arguments, **options)
-        vain += not agreement.indices
+        found.append(bool(agreement.indices))
         return agreement
 
     readiness.agree = counted  # type: ignore[method-assign]
     for step in range(40):
-        vain *= step >= 10
+        if step == 10:
+            found.clear()
         for index in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3])[group.rank]:
-            time.sleep(0.001)
+            before, deadline = len(found), time.monotonic() + patience
             engine.submit(index, torch.ones(2))
+            while len(found) == before and time.monotonic() < deadline:
+                time.sleep(0.0005)
         engine.wait_all()
         group.barrier()
     engine.close()
-    return vain
+    return found.count(False)
 
 
 def test_a_steady_pattern_comes_to_cost_one_negotiation_for_each_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,9 +69,10 @@ def test_a_steady_pattern_comes_to_cost_one_negotiation_for_each_set(monkeypatch
     # On a machine where other work comes between, some milliseconds of patience may be too little.
     monkeypatch.setattr(outstanding, "_LINGER_SECONDS", 5.0)
     # Almost none; but where sets of two steps grow together, what follows must be learnt again.
-    assert max(run_threads(3, _vain_negotiations)) < 75
+    assert max(run_threads(3, _vain_negotiations, 0.001)) < 60
+    # The first two tensors of each rank have none that is another rank's, too: two in vain in each step, and others.
     monkeypatch.setattr("hybridpar.comm.any_order.readiness.Forecast.expected", frozenset())
-    assert min(run_threads(3, _vain_negotiations)) > 75
+    assert min(run_threads(3, _vain_negotiations, 30.0)) >= 60
 
 
 def test_nothing_is_sent_while_nothing_is_submitted() -> None:

@@ -12,8 +12,9 @@ import torch
 
 import hybridpar as hp
 import hybridpar.comm.any_order.outstanding as module
-from hybridpar.comm.any_order.outstanding import Outstanding, Submission
+from hybridpar.comm.any_order.outstanding import Outstanding
 from hybridpar.comm.any_order.readiness import Terms
+from hybridpar.comm.any_order.submission import Submission, resolve
 
 NOTHING: frozenset[int] = frozenset()
 LONG = 30.0
@@ -30,7 +31,19 @@ def _three(pulse_seconds: float = LONG) -> Outstanding:
 
 
 def _put(outstanding: Outstanding, *indices: int) -> list[Future[torch.Tensor]]:
-    return [outstanding.put(index, torch.ones(2), Terms(), 1.0) for index in indices]
+    return [_put_one(outstanding, index, torch.ones(2)) for index in indices]
+
+
+def _put_one(
+    outstanding: Outstanding, index: int, tensor: torch.Tensor, terms: Terms | None = None, scale: float = 1.0
+) -> Future[torch.Tensor]:
+    future: Future[torch.Tensor] = Future()
+    outstanding.put_many([index], [tensor], [terms or Terms()], scale, told=resolve, notes=[future])
+    return future
+
+
+def _futures(outstanding: Outstanding) -> list[Future[torch.Tensor]]:
+    return [submission.note for submission in outstanding.submissions()]
 
 
 def _seconds(function: Callable[[], object]) -> float:
@@ -63,8 +76,8 @@ def test_the_first_of_each_queue_is_what_can_be_sent() -> None:
     outstanding = _three()
     first, second = torch.zeros(2), torch.ones(2)
     _put(outstanding, 2)
-    outstanding.put(0, first, Terms(), 1.0)
-    outstanding.put(0, second, Terms("max", 3), 0.5)
+    _put_one(outstanding, 0, first)
+    _put_one(outstanding, 0, second, Terms("max", 3), 0.5)
     assert outstanding.await_turn(NOTHING) == {2: Terms(), 0: Terms()}
     taken = outstanding.take([0, 2], grown=False)
     assert [one.index for one in taken] == [0, 2] and taken[0].tensor is first
@@ -183,7 +196,7 @@ def test_a_failure_reaches_every_future_and_all_that_is_submitted_later() -> Non
     with pytest.raises(hp.CommunicationError, match="rank 7: all_reduce of b failed: rank 3 is gone"):
         _put(outstanding, 1)
     assert outstanding.status() == {"failed": "rank 3 is gone", "gave_up": False}
-    assert outstanding.futures() == [] and outstanding.await_turn(NOTHING) is None
+    assert _futures(outstanding) == [] and outstanding.await_turn(NOTHING) is None
     assert outstanding.first_lost() is not None and outstanding.first_lost() is None
 
 
@@ -210,8 +223,8 @@ def test_whoever_waits_for_all_waits_until_the_last_future_was_told() -> None:
     third, fourth = _put(outstanding, 2, 0)
     seen: list[list[Future[torch.Tensor]]] = []
     for future in (first, third):
-        future.add_done_callback(lambda _: seen.append(outstanding.futures()))
+        future.add_done_callback(lambda _: seen.append(_futures(outstanding)))
     outstanding.arrived(outstanding.take([0, 1], grown=False))
-    assert {first, second, third, fourth} == set(seen[0]) and set(outstanding.futures()) == {third, fourth}
+    assert {first, second, third, fourth} == set(seen[0]) and set(_futures(outstanding)) == {third, fourth}
     outstanding.fail("gone", gave_up=True)
-    assert fourth in seen[1] and outstanding.futures() == []
+    assert fourth in seen[1] and _futures(outstanding) == []

@@ -154,13 +154,13 @@ def check_the_priority_of_a_push_reaches_the_reducer() -> None:
     kv = store()
     kv.init([0, 1], [filled(0)] * 2)
     seen = []
-    submit = kv._reducer.submit_many
+    send = kv._reducer.send
 
     def recorded(keys: Any, tensors: Any, **terms: Any) -> Any:
         seen.extend(zip(keys, terms["priority"], strict=True))
-        return submit(keys, tensors, **terms)
+        return send(keys, tensors, **terms)
 
-    kv._reducer.submit_many = recorded
+    kv._reducer.send = recorded
     for key in (0, 1):
         kv.pushpull(key, filled(1), priority=-key)
     kv.wait()
