@@ -44,7 +44,7 @@ def main(options: Options) -> None:
     model = trained.to_transformers()
     with without_bars():
         model.save_pretrained(options.out)
-    trained.tokenizer.save(options.out)
+    trained.tokenizer.save(options.out, longest=trained.encoder.config.max_position_embeddings)
     print(f"{options.out}: step {trained.step}, {type(model).__name__} of {trained.head.num_classes:,} classes")
 
 

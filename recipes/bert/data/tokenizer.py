@@ -102,14 +102,21 @@ class WordPiece:
                 f"{self.vocab_size}; use the tokenizer that was saved with it, or begin with a new model"
             )
 
-    def save(self, folder: Path) -> None:
-        """Write what `transformers.AutoTokenizer` loads: tokenizer.json, its settings and, for WordPiece, vocab.txt."""
+    def save(self, folder: Path, *, longest: int | None = None) -> None:
+        """Write what `transformers.AutoTokenizer` loads: tokenizer.json, its settings and, for WordPiece, vocab.txt.
+
+        Args:
+            folder: made if missing.
+            longest: tokens that the model takes, to which `transformers` truncates where it is asked to; None: any.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._inner.save(str(folder / _FILE))
         names = dict(
             zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL_TOKENS, strict=True)
         )
-        settings = {"tokenizer_class": self._kind(), "do_lower_case": self.lowercase} | names
+        settings: dict[str, object] = {"tokenizer_class": self._kind(), "do_lower_case": self.lowercase} | names
+        if longest is not None:
+            settings["model_max_length"] = longest
         (folder / _CONFIG).write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
         if self.whole_words:
             tokens = [self._inner.id_to_token(number) or "" for number in range(self.vocab_size)]

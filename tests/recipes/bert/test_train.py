@@ -101,6 +101,7 @@ def test_the_export_is_loaded_by_transformers_and_predicts_the_same(
     export.main(export.Options(checkpoint=out, out=tmp_path))
     theirs, tokenizer = AutoModelForMaskedLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert not theirs.config.tie_word_embeddings
+    assert len(tokenizer("rank " * 99, truncation=True)["input_ids"]) == 32  # the positions of the model
     encoded = tokenizer("Every rank [MASK] the bucket on the host.", return_tensors="pt")
     ours = load_trained(out)
     assert encoded["input_ids"][0, 1:-1].tolist() != ours.tokenizer.encode_batch(["Every rank"])[0]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from recipes.bert.data.tokenizer import SPECIAL_TOKENS, WordPiece, load_tokenizer, train_tokenizer
 from tests.recipes.bert.data.texts import TOPICS, small_tokenizer
@@ -215,3 +215,19 @@ def test_training_refuses_what_it_cannot_learn_from() -> None:
         train_tokenizer(TOPICS, vocab_size=63)
     with pytest.raises(ValueError, match="expected text to train a tokenizer on, got none"):
         train_tokenizer([" ", ""], vocab_size=600)
+
+
+def test_rules_that_are_not_berts_go_to_transformers_as_they_are(tmp_path: Path) -> None:
+    words = ["the", "cat", "café", "##s", "Cat", "cats,"]
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL_TOKENS, *words])}
+    inner = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    inner.normalizer = normalizers.NFKC()
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(tmp_path)
+    ours.save(tmp_path / "saved")
+    from transformers import AutoTokenizer  # takes seconds
+
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    for text in ("the Cat", "cats, café", "CAFÉ the cats"):
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode_batch([text])[0], text
