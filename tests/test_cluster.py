@@ -35,8 +35,9 @@ print(json.dumps([ours.tolist(), stock.tolist(), host_identity(), group.host, gr
 """
 
 _MAKER = """
-import sys, time
+import signal, sys, time
 from tests.cluster import Cluster, Link
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests were started with it ignored
 with Cluster(2, [Link(mbit=100)]) as cluster:
     ranks = cluster.start(2, ["sh", "-c", "sleep 1000 & exec sleep 1000"])
     print(*(process.pid for process in ranks.processes), flush=True)

@@ -112,7 +112,7 @@ def test_the_loss_of_a_closure_is_returned_and_parameters_without_gradient_stay(
         optimizer.zero_grad()
         loss = (used**2).sum()
         loss.backward()
-        return float(loss)
+        return loss.item()
 
     assert optimizer.step(closure) == 2.0
     assert idle.tolist() == [1.0, 1.0]
