@@ -179,23 +179,31 @@ def open_table(
             raise ValueError(f'{path}, line {line}: expected a label in column "{label_column}", got an empty one')
     if columns is None:
         raise ValueError(f"{path}: expected rows, got an empty table")
+    classes, ids = _numbered(path, lines, labels, names)
+    return Table(
+        path=path,
+        texts=tuple(texts),
+        pairs=None if columns[1] is None else tuple(pairs),
+        labels=ids,
+        names=classes,
+    )
+
+
+def _numbered(
+    path: Path, lines: Sequence[int], labels: Sequence[str], names: Sequence[str] | None
+) -> tuple[tuple[str, ...], Int64Array]:
+    """The classes, and the number of each label among them."""
     classes = tuple(sorted(set(labels))) if names is None else tuple(names)
     if len(classes) < 2:
         raise ValueError(
-            f'{path}: expected labels of at least two classes, got "{classes[0]}" in all {len(texts)} rows'
+            f'{path}: expected labels of at least two classes, got "{classes[0]}" in all {len(labels)} rows'
         )
     numbers = {name: number for number, name in enumerate(classes)}
     for line, name in zip(lines, labels, strict=True):
         if name not in numbers:
             shown = ", ".join(classes[:8]) + (", ..." if len(classes) > 8 else "")
             raise ValueError(f'{path}, line {line}: expected a label of the training table ({shown}), got "{name}"')
-    return Table(
-        path=path,
-        texts=tuple(texts),
-        pairs=None if columns[1] is None else tuple(pairs),
-        labels=np.array([numbers[name] for name in labels], dtype=np.int64),
-        names=classes,
-    )
+    return classes, np.array([numbers[name] for name in labels], dtype=np.int64)
 
 
 def split_table(table: Table, *, held_out: float, seed: int) -> tuple[Table, Table]:
