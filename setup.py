@@ -12,7 +12,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 _MODULES = (
-    "board", "engine_inbox", "initial", "margin_softmax", "pack", "parallel", "reduce", "row_update", "sample",
+    "board", "engine_inbox", "exponents", "initial", "margin_softmax", "pack", "parallel", "reduce", "row_update", "sample",
     "shm",
 )  # fmt: skip
 _HEADERS = ("bindings_head", "check", "clones", "exponential", "ranges", "row_values", "splitmix", "types")

@@ -11,6 +11,7 @@
 #include "bindings_head.h"
 #include "check.h"
 #include "engine_inbox.h"
+#include "exponents.h"
 #include "pack.h"
 #include "shm.h"
 
@@ -298,6 +299,28 @@ void bind_engine_inbox(nb::module_ &module) {
             nb::call_guard<nb::gil_scoped_release>());
 }
 
+void bind_exponents(nb::module_ &module) {
+    module.def(
+        "compressed_bound",
+        [](std::int64_t count, std::int64_t dtype) { return compressed_bound(count, dtype_of(dtype)); }, "count"_a,
+        "dtype"_a);
+    module.def(
+        "compress_exponents",
+        [](std::uintptr_t values, std::int64_t count, std::int64_t dtype, std::uintptr_t target) {
+            return compress_exponents(reinterpret_cast<const void *>(values), count, dtype_of(dtype),
+                                      reinterpret_cast<std::uint8_t *>(target));
+        },
+        "values"_a, "count"_a, "dtype"_a, "target"_a, nb::call_guard<nb::gil_scoped_release>());
+    module.def(
+        "expand_exponents",
+        [](std::uintptr_t source, std::size_t bytes, std::uintptr_t values, std::int64_t count, std::int64_t dtype,
+           bool add) {
+            expand_exponents(reinterpret_cast<const std::uint8_t *>(source), bytes, reinterpret_cast<void *>(values),
+                             count, dtype_of(dtype), add);
+        },
+        "source"_a, "bytes"_a, "values"_a, "count"_a, "dtype"_a, "add"_a, nb::call_guard<nb::gil_scoped_release>());
+}
+
 } // namespace
 } // namespace hybridpar
 
@@ -312,6 +335,7 @@ NB_MODULE(_native, module) {
     module.attr("UINT8") = static_cast<int>(DType::uint8);
     bind_shared_memory(module);
     bind_engine_inbox(module);
+    bind_exponents(module);
     bind_head(module);
 
     module.def(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.support import gradients
 from benchmarks.support.hosts import sent_bytes
@@ -42,26 +43,44 @@ def test_bert_begins_and_ends_as_transformers_has_it() -> None:
 
 
 def test_prepared_gradients_become_ready_from_the_last_to_the_first_without_a_copy() -> None:
-    module = ReadyGradients([(3, 2), (5,), ()])
+    module = ReadyGradients([(3, 2), (5,), ()], rank=1, size=2)
     order: list[int] = []
     for index, weight in enumerate(module.weights):
         weight.register_post_accumulate_grad_hook(lambda _, index=index: order.append(index))
-    for value in (2.0, 3.0):
-        module.prepare(value)
+    assert module.error() == math.inf
+    for _ in range(2):
+        module.prepare()
         module().backward()
-        assert module.reduced_to(value) and not module.reduced_to(value + 1)
+        assert 0.1 < module.error() < 10  # these are one rank's, and not the mean over two
     assert order == [2, 1, 0] * 2
     for weight, gradient in zip(module.weights, module.gradients, strict=True):
         assert weight.grad is not None and weight.grad.data_ptr() == gradient.data_ptr()
 
 
+def test_prepared_gradients_are_normal_and_other_ones_on_each_rank_and_their_mean_is_known() -> None:
+    shapes = [(3, 2), (1_100_000,), (5,)]  # one longer than the values that are drawn
+    modules = [ReadyGradients(shapes, rank, 3) for rank in range(3)]
+    for module in modules:
+        module.prepare()
+        module().backward()
+    for weights in zip(*(module.weights for module in modules), strict=True):
+        mean = torch.stack([weight.grad for weight in weights]).mean(0)
+        for weight in weights:
+            weight.grad.copy_(mean)
+    assert max(module.error() for module in modules) < 1e-7
+    modules[0].prepare()
+    values = modules[0].gradients[1]
+    assert abs(float(values.mean())) < 0.01 and abs(float(values.std()) - 1) < 0.01
+    assert not torch.equal(values[:1000], modules[1].gradients[1][:1000])
+
+
 def test_one_wrong_element_shows() -> None:
     module = ReadyGradients([(3, 2), (5,)])
-    module.prepare(4.0)
+    module.prepare()
     module().backward()
-    module.gradients[1][3] = 4.5
-    assert not module.reduced_to(4.0)
-    assert module.reduced_to(4.0, tolerance=0.125)
+    assert module.error() == 0
+    module.gradients[1][3] += 0.5
+    assert 0.05 < module.error() < 0.5
 
 
 @pytest.mark.skipif(not Path("/proc/self/net/dev").exists(), reason="needs Linux")

@@ -9,29 +9,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Values of which the gradients are made: more than a cache or a compressor remembers; a prime number, so that tensors
+# and ranks begin at different places.
+_PERIOD = 1_048_583
+
 
 class ReadyGradients(nn.Module):
     """Parameters of given shapes, whose gradients exist before backward, and become ready from the last to the first.
 
-    ``.grad`` shares the memory of the prepared gradient, which a reduction therefore overwrites: call ``prepare``
-    before every step. ``forward`` takes nothing and returns a scalar.
+    Gradients are normally distributed, other ones on each rank. ``.grad`` shares the memory of the prepared gradient,
+    which a reduction therefore overwrites: call ``prepare`` before every step. ``forward`` takes nothing and returns a
+    scalar.
 
     Args:
         shapes: of the parameters (float32), in forward order.
+        rank, size: whose gradients these are.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[int]]) -> None:
+    def __init__(self, shapes: Sequence[Sequence[int]], rank: int = 0, size: int = 1) -> None:
         super().__init__()
         # Parameters only have shapes here: they may all lie in the same memory, which many ranks of one machine need.
         memory = torch.zeros(max(map(math.prod, shapes)))
         self.weights = nn.ParameterList(nn.Parameter(memory[: math.prod(shape)].view(tuple(shape))) for shape in shapes)
         self.gradients = [torch.zeros(tuple(shape)) for shape in shapes]
+        values = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0))
+        # Rank r has the values of rank 0, r of ``size`` parts of a period further.
+        self._values = values.roll(-(rank * _PERIOD // size))
+        self._mean = torch.stack([values.roll(-(other * _PERIOD // size)) for other in range(size)]).mean(0)
 
-    def prepare(self, value: float) -> None:
-        """Drop the gradients of the last step, and make those of the next one equal ``value``."""
+    def prepare(self) -> None:
+        """Drop the gradients of the last step, and make those of the next one, which are the same in every step."""
+        begin = 0
         for weight, gradient in zip(self.weights, self.gradients, strict=True):
             weight.grad = None
-            gradient.fill_(value)
+            _tile(gradient.view(-1), self._values, begin)
+            begin += gradient.numel()
 
     def forward(self) -> Tensor:
         token = torch.zeros(())
@@ -39,11 +51,30 @@ class ReadyGradients(nn.Module):
             token = _Ready.apply(token, weight, gradient)  # type: ignore[no-untyped-call]
         return token
 
-    def reduced_to(self, value: float, tolerance: float = 0.0) -> bool:
-        """Whether every element of every gradient is ``value``, up to a relative tolerance."""
-        bounds = [torch.stack(torch.aminmax(weight.grad)) for weight in self.weights if weight.grad is not None]
-        far = (torch.stack(bounds) - value).abs().max().item()
-        return len(bounds) == len(self.weights) and far <= tolerance * abs(value)
+    def error(self) -> float:
+        """How far the gradients are from the mean over the ranks, at most, as a share of the largest value of that.
+
+        Infinity where there is no gradient.
+        """
+        begin, worst = 0, torch.zeros(())
+        for weight in self.weights:
+            if weight.grad is None:
+                return math.inf
+            expected = torch.empty(weight.numel())
+            _tile(expected, self._mean, begin)
+            worst = torch.maximum(worst, (weight.grad.view(-1) - expected).abs().max())
+            begin += weight.numel()
+        return float(worst / self._mean.abs().max())
+
+
+def _tile(target: Tensor, values: Tensor, begin: int) -> None:
+    """target[i] = values[(begin + i) modulo their number]"""
+    done = 0
+    while done < target.numel():
+        first = (begin + done) % values.numel()
+        count = min(values.numel() - first, target.numel() - done)
+        target[done : done + count] = values[first : first + count]
+        done += count
 
 
 class _Ready(torch.autograd.Function):

@@ -34,9 +34,9 @@ class Origin:
     ways: Ways
     host_of: Sequence[str]
 
-    def compose(self, route: Route) -> Lane:
+    def compose(self, route: Route, compress_exponents: bool = False) -> Lane:
         """Collective: a new lane of these ranks."""
-        return compose(self.parent, self.ways, route, host_of=self.host_of)
+        return compose(self.parent, self.ways, route, host_of=self.host_of, compress_exponents=compress_exponents)
 
 
 class Group:
@@ -113,13 +113,13 @@ class Group:
         """Tells which ranks are gone, where ranks are processes."""
         return None if self._origin is None else self._origin.ways.watch
 
-    def new_lane(self, route: Route = "auto") -> Lane:
+    def new_lane(self, route: Route = "auto", compress_exponents: bool = False) -> Lane:
         """A further communicator of these ranks, for use by another thread. Collective.
 
         Args:
-            route: see ``hybridpar.comm.lanes.compose.compose``.
+            route, compress_exponents: see ``hybridpar.comm.lanes.compose.compose``.
         """
-        return self._lane.clone() if self._origin is None else self._origin.compose(route)
+        return self._lane.clone() if self._origin is None else self._origin.compose(route, compress_exponents)
 
     def split(self, members: Sequence[int]) -> Group:
         """The group of some of these ranks, numbered in the order given. Collective over them, of which this is one."""

@@ -41,6 +41,15 @@ def unpack(
 ) -> int:
     """Scatter the bucket into the tensors, return the number of non-finite bucket values that were read."""
 
+def compressed_bound(count: int, dtype: int) -> int:
+    """Bytes that ``count`` compressed values take at most."""
+
+def compress_exponents(values: int, count: int, dtype: int, target: int) -> int:
+    """Write values in a shorter form, return its bytes. See csrc/exponents.h."""
+
+def expand_exponents(source: int, bytes: int, values: int, count: int, dtype: int, add: bool) -> None:
+    """The inverse; with ``add``, add to the values."""
+
 def process_start(process: int) -> int:
     """When a process started, in clock ticks since boot; 0 if it is gone or dead, -1 where the system does not say."""
 

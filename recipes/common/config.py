@@ -30,10 +30,12 @@ class GradientsConfig:
     route: Literal["auto", "flat", "striped", "hierarchical"] = "auto"
     """flat: all ranks in one ring; striped: over all --gradients.interfaces; hierarchical: inside hosts, then across;
     auto: what suits the hosts."""
+    compress_exponents: bool = False
+    """Between hosts float32 and bfloat16 take fewer bytes, and every bit arrives; for slow networks."""
     interfaces: tuple[str, ...] = ()
     """Network interfaces of each host to use side by side, such as: eth0 eth1."""
     tune: bool = False
-    """Try bucket sizes, tracks and routes in the first steps, and keep the fastest."""
+    """Try bucket sizes, tracks, routes and compressed exponents in the first steps, and keep the fastest."""
     timeline: Path | None = None
     """Write there, as a Chrome trace, when the last steps computed and communicated."""
 
@@ -52,6 +54,7 @@ class GradientsConfig:
             tracks=self.tracks or None,
             route=self.route,
             wire=wire,
+            compress_exponents=self.compress_exponents,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 
 from hybridpar.comm.engine.plan import DEFAULT_BUCKET_BYTES, Plan
@@ -47,11 +47,23 @@ def candidate_grid(
     # Across hosts one track sends while another one adds up inside its host.
     tracks = [count for count in _TRACKS if count == 1 or gradient_bytes > min(sizes) * (count - 1)]
     first_tracks = 3 if hosts > 1 and 3 in tracks else 1
+    # Nothing crosses a network inside a host.
+    compressed = (False, True) if hosts > 1 else (False,)
+    return plans(routes, _first(first_size, sizes), _first(first_tracks, tracks), compressed, wires)
+
+
+def plans(
+    routes: Iterable[Route],
+    bucket_bytes: Iterable[int | None],
+    tracks: Iterable[int | None],
+    compress_exponents: Iterable[bool],
+    wires: Iterable[Wire],
+) -> list[Plan]:
+    """All combinations that there can be, in the order given, the last one changing fastest."""
     return [
-        Plan(bucket_bytes, count, route, wire)
-        for route, bucket_bytes, count, wire in product(
-            routes, _first(first_size, sizes), _first(first_tracks, tracks), wires
-        )
+        Plan(size, count, route, wire, compress)
+        for route, size, count, compress, wire in product(routes, bucket_bytes, tracks, compress_exponents, wires)
+        if not compress or wire.has_exponents_to_spare
     ]
 
 

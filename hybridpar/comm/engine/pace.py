@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
-from hybridpar.comm.engine.candidates import candidate_grid
+from hybridpar.comm.engine.candidates import candidate_grid, plans
 from hybridpar.comm.engine.engine import Engine
 from hybridpar.comm.engine.launch_order import launch_order
 from hybridpar.comm.engine.plan import Plan
@@ -18,7 +17,6 @@ from hybridpar.comm.engine.tuner import FixedPlan, Tuner, TunerSettings, make_tu
 from hybridpar.comm.engine.wire import Wire
 from hybridpar.comm.group import Group
 
-_PROPERTIES = ("bucket_bytes", "tracks", "route", "wire")
 # Rounds under one plan before its times are believed.
 _SETTLED = 5
 
@@ -51,8 +49,14 @@ def tuner_for(
     )
     if given:
         # The tuner changes one property at a time, so each of the others' is combined with the plan's own.
-        values = [dict.fromkeys(getattr(each, name) for each in [plan, *grid]) for name in _PROPERTIES]
-        grid = [Plan(**dict(zip(_PROPERTIES, choice, strict=True))) for choice in itertools.product(*values)]
+        known = [plan, *grid]
+        grid = plans(
+            dict.fromkeys(each.route for each in known),
+            dict.fromkeys(each.bucket_bytes for each in known),
+            dict.fromkeys(each.tracks for each in known),
+            dict.fromkeys(each.compress_exponents for each in known),
+            dict.fromkeys(each.wire for each in known),
+        )
     described = "\n".join(f"{name}: {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items())
     key = hashlib.sha256(described.encode()).hexdigest()
     settings = TunerSettings(cache=None if tune is True else Path(tune))

@@ -16,6 +16,7 @@ import torch
 
 from hybridpar.comm.engine.plan import Plan
 from hybridpar.comm.group import Group
+from hybridpar.comm.lanes.compose import Route
 from hybridpar.comm.lanes.lane import Lane
 from hybridpar.comm.worker import Worker
 from hybridpar.kernels.streams import side_stream
@@ -45,15 +46,16 @@ class Tracks:
 
     def __init__(self, group: Group, name: str) -> None:
         self._group, self._name = group, name
-        self._lanes: dict[str, list[Lane]] = {}
+        self._lanes: dict[tuple[Route, bool], list[Lane]] = {}
         self._workers: list[Worker] = []
 
     def arrange(self, plan: Plan, device: torch.device) -> list[Track]:
         """Collective: as many tracks as the plan asks for. Those arranged before must be idle."""
         assert plan.tracks is not None, "the engine resolves its plans"
-        lanes = self._lanes.setdefault(plan.route, [])
+        kind = plan.route, plan.compress_exponents
+        lanes = self._lanes.setdefault(kind, [])
         while len(lanes) < plan.tracks:
-            lanes.append(self._group.new_lane(plan.route))
+            lanes.append(self._group.new_lane(*kind))
         # Note [tracks on CUDA]
         threads = 1 if device.type == "cuda" else plan.tracks
         while len(self._workers) < threads:

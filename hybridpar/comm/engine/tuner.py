@@ -35,7 +35,7 @@ from hybridpar.topology import Switches, switches
 _LOG = logging.getLogger(__name__)
 
 # Note [search]: in this order. The wire comes last, since it changes what is computed.
-_PROPERTIES = ("route", "bucket_bytes", "tracks", "wire")
+_PROPERTIES = ("route", "bucket_bytes", "tracks", "compress_exponents", "wire")
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,11 @@ class Wire:
         """Whether something is left for the next step."""
         return self.error_feedback or self.top_k is not None
 
+    @property
+    def has_exponents_to_spare(self) -> bool:
+        """Whether ``Plan.compress_exponents`` makes it shorter."""
+        return self.dtype is not torch.float16 and self.top_k is None
+
     def dtype_of(self, gradient: torch.dtype) -> torch.dtype:
         """The dtype in which a gradient of dtype ``gradient`` travels."""
         return self.dtype if self.dtype is not None and gradient.itemsize >= 4 else gradient

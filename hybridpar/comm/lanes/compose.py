@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from hybridpar.comm.lanes.attendance import Attendance
+from hybridpar.comm.lanes.compressed_lane import CompressedLane
 from hybridpar.comm.lanes.host_lane import with_shared_memory
 from hybridpar.comm.lanes.lane import AloneLane, Lane
 from hybridpar.comm.lanes.routes import HierarchicalLane, StripedLane
@@ -45,7 +46,14 @@ class Ways:
         return f"composed {tuple(ranks)} {self._named[tuple(ranks)]}"
 
 
-def compose(parent: Lane, ways: Ways, route: Route = "auto", *, host_of: Sequence[str] | None = None) -> Lane:
+def compose(
+    parent: Lane,
+    ways: Ways,
+    route: Route = "auto",
+    *,
+    host_of: Sequence[str] | None = None,
+    compress_exponents: bool = False,
+) -> Lane:
     """Collective: a new lane of the parent's ranks.
 
     Args:
@@ -56,6 +64,7 @@ def compose(parent: Lane, ways: Ways, route: Route = "auto", *, host_of: Sequenc
             interface. ``hierarchical``: inside the hosts, then across (on all interfaces), then inside again.
             ``auto``: hierarchical where some host has several ranks and there are several hosts; striped where there
             are several interfaces; flat otherwise. Ranks of one host use its shared memory on every route.
+        compress_exponents: what crosses hosts does so in a ``CompressedLane``.
 
     Raises:
         ValueError: no such route.
@@ -63,10 +72,12 @@ def compose(parent: Lane, ways: Ways, route: Route = "auto", *, host_of: Sequenc
     if route not in ROUTES:
         raise ValueError(f"route: expected one of {', '.join(ROUTES)}, got {route!r}")
     host_of = gather_json(parent, ways.host) if host_of is None else host_of
-    return _compose(parent, range(parent.size), host_of, ways, route)
+    return _compose(parent, range(parent.size), host_of, ways, route, compress_exponents)
 
 
-def _compose(parent: Lane, members: Sequence[int], host_of: Sequence[str], ways: Ways, route: Route) -> Lane:
+def _compose(
+    parent: Lane, members: Sequence[int], host_of: Sequence[str], ways: Ways, route: Route, compress: bool
+) -> Lane:
     """``host_of`` names the host of every rank of the parent. Only the members take part."""
     hosts: dict[str, list[int]] = {}
     for member in members:
@@ -76,12 +87,12 @@ def _compose(parent: Lane, members: Sequence[int], host_of: Sequence[str], ways:
     if route == "auto":
         route = "hierarchical" if len(hosts) < len(members) else "striped"
     if route != "hierarchical":
-        return _across(parent, members, ways if route == "striped" else None)
+        return _across(parent, members, ways if route == "striped" else None, compress)
     mates = hosts[ways.host]
     place = mates.index(parent.rank)
     local = _inside(parent, mates, ways)
     carries = place < min(map(len, hosts.values()))
-    cross = _across(parent, [host[place] for host in hosts.values()], ways) if carries else None
+    cross = _across(parent, [host[place] for host in hosts.values()], ways, compress) if carries else None
     order = {member: number for number, member in enumerate(members)}
     ranks = [parent.ranks[member] for member in members]
     return HierarchicalLane(
@@ -90,7 +101,7 @@ def _compose(parent: Lane, members: Sequence[int], host_of: Sequence[str], ways:
         [[order[member] for member in host] for host in hosts.values()],
         rank=order[parent.rank],
         ranks=ranks,
-        divide=lambda chosen: _compose(parent, [members[rank] for rank in chosen], host_of, ways, "auto"),
+        divide=lambda chosen: _compose(parent, [members[rank] for rank in chosen], host_of, ways, "auto", compress),
         attendance=Attendance(ways.watch, ways.name(ranks), ranks),
     )
 
@@ -103,8 +114,13 @@ def _inside(parent: Lane, mates: Sequence[int], ways: Ways) -> Lane:
     return with_shared_memory(lane, ways.timeout) if ways.shared_memory else lane
 
 
-def _across(parent: Lane, members: Sequence[int], ways: Ways | None) -> Lane:
+def _across(parent: Lane, members: Sequence[int], ways: Ways | None, compress: bool) -> Lane:
     """A lane that crosses hosts, on all interfaces or, without ``ways``, on the first one."""
+    lane = _plain_across(parent, members, ways)
+    return CompressedLane(lane) if compress else lane
+
+
+def _plain_across(parent: Lane, members: Sequence[int], ways: Ways | None) -> Lane:
     if ways is None or len(ways.interfaces) < 2 or not isinstance(parent, TorchLane):
         return parent.split(members)
     # Shares move, and with them the place of a value in its piece: sums must not depend on it.

@@ -5,6 +5,12 @@ gloo cannot be told to stop waiting: a call returns when its peers have come, ha
 is over; even freeing a group waits for what is pending in it. So waits here are cut into slices. Between them a rank
 sees that its lane was aborted, or that the process ends, and now and then asks whether the others still live. What is
 pending then stays with gloo: its group is never freed, and its connections end with the process.
+
+# Note [pieces]
+Connections side by side do not get equal parts of a network, nor does one get the same in both directions. What all
+ranks broadcast at the same time is over when the slowest connection is done, while the others idle. In pieces, of which
+gloo has two under way at a time, none gets ahead of the others: between two hosts all-gathers of 2 MB on three lanes
+use 91 % of a link of 1 Gbit/s in place of 83 %.
 """
 
 from __future__ import annotations
@@ -37,6 +43,8 @@ _HALF = (torch.bfloat16, torch.float16)
 _SLICE = timedelta(milliseconds=100)
 # Seconds after which a waiting rank first asks whether the others live; later it asks more and more seldom.
 _FIRST_LOOK = 1.0
+# Note [pieces]: bytes.
+_PIECE = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -204,9 +212,14 @@ class TorchLane(Lane):
     def _broadcast_each(self, tensors: Sequence[Tensor]) -> None:
         """Of each rank its own, all at the same time."""
         sent = [(root, tensor) for root, tensor in enumerate(tensors) if tensor.numel()]
-        if sent:
-            backend = self._backend(sent[0][1])
-            self._await(sent[0][1], [_broadcast(backend, tensor, root) for root, tensor in sent])
+        if not sent:
+            return
+        backend = self._backend(sent[0][1])
+        step = max(tensor.nbytes for _, tensor in sent) if backend is self._nccl else _PIECE
+        split = [(root, as_bytes(tensor).split(step)) for root, tensor in sent]
+        rounds = zip_longest(*([(root, piece) for piece in pieces] for root, pieces in split))
+        works = [_broadcast(backend, each[1], each[0]) for row in rounds for each in row if each is not None]
+        self._await(sent[0][1], works)
 
     def _exchange_add_gather(self, tensor: Tensor) -> None:
         """All-reduce whose sum is taken in rank order and rounded once."""

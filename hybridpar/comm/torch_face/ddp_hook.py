@@ -112,7 +112,12 @@ class DdpHookState:
 
 
 def ddp_hook(
-    group: Group, *, wire: Wire = _PLAIN, route: Route = "auto", tracks: int = 1
+    group: Group,
+    *,
+    wire: Wire = _PLAIN,
+    route: Route = "auto",
+    tracks: int = 1,
+    compress_exponents: bool = False,
 ) -> tuple[DdpHookState, Callable[[DdpHookState, Any], torch.futures.Future[Tensor]]]:
     """Both arguments of ``DistributedDataParallel.register_comm_hook``::
 
@@ -127,11 +132,12 @@ def ddp_hook(
         wire: format in which gradients travel.
         route: as for ``Plan``.
         tracks: so many buckets travel side by side, each on a communicator with a thread of its own.
+        compress_exponents: as for ``Plan``.
 
     Raises:
-        ValueError: no such route, or too few or too many tracks.
+        ValueError: no such route, too few or too many tracks, or a wire whose exponents cannot be compressed.
     """
-    return DdpHookState(group, Plan(tracks=tracks, route=route, wire=wire)), _hook
+    return DdpHookState(group, Plan(None, tracks, route, wire, compress_exponents)), _hook
 
 
 def _hook(state: DdpHookState, bucket: Any) -> torch.futures.Future[Tensor]:

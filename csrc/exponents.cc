@@ -1,0 +1,363 @@
+#include "exponents.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "check.h"
+#include "clones.h"
+
+namespace hybridpar {
+namespace {
+
+constexpr std::int64_t kBlock = kExponentBlock;
+// Bytes of a plane, and values to each of its bytes.
+constexpr int kLanes = 32, kDepth = 8;
+static_assert(kLanes * kDepth == kBlock);
+
+// The first byte of a block: how many bits of each exponent there are, or one of these.
+constexpr int kWidest = 4, kWhole = 8, kZeros = 255;
+constexpr std::size_t kHead = 2;
+// A window begins at the largest exponent of the block or up to so many below it.
+constexpr int kShifts = 5;
+
+using Bytes = std::array<std::uint8_t, kBlock>;
+
+// One block, taken apart. `lower` is not used for bfloat16.
+struct alignas(64) Parts {
+    Bytes exponents, rest;
+    std::array<std::uint16_t, kBlock> lower;
+};
+
+HYBRIDPAR_INLINE void take_apart(const std::uint16_t *values, Parts &parts) {
+    for (int i = 0; i < kBlock; ++i) {
+        parts.exponents[i] = static_cast<std::uint8_t>(values[i] >> 7);
+        parts.rest[i] = static_cast<std::uint8_t>(((values[i] >> 8) & 0x80) | (values[i] & 0x7f));
+    }
+}
+
+HYBRIDPAR_INLINE void take_apart(const std::uint32_t *values, Parts &parts) {
+    std::array<std::uint16_t, kBlock> upper;
+    for (int i = 0; i < kBlock; ++i) {
+        upper[i] = static_cast<std::uint16_t>(values[i] >> 16);
+        parts.lower[i] = static_cast<std::uint16_t>(values[i]);
+    }
+    take_apart(upper.data(), parts);
+}
+
+HYBRIDPAR_INLINE void put_together(const Parts &parts, std::uint16_t *values) {
+    for (int i = 0; i < kBlock; ++i) {
+        const unsigned rest = parts.rest[i];
+        values[i] = static_cast<std::uint16_t>((rest & 0x80) << 8 | parts.exponents[i] << 7 | (rest & 0x7f));
+    }
+}
+
+HYBRIDPAR_INLINE void put_together(const Parts &parts, std::uint32_t *values) {
+    std::array<std::uint16_t, kBlock> upper;
+    put_together(parts, upper.data());
+    for (int i = 0; i < kBlock; ++i)
+        values[i] = static_cast<std::uint32_t>(upper[i]) << 16 | parts.lower[i];
+}
+
+template <typename Bits>
+HYBRIDPAR_INLINE bool all_zero(const Bits *values) {
+    Bits any = 0;
+    for (int i = 0; i < kBlock; ++i)
+        any |= values[i];
+    return any == 0;
+}
+
+// How many of the bytes are below a limit.
+HYBRIDPAR_INLINE int below(const Bytes &bytes, std::uint8_t limit) {
+    std::array<std::uint8_t, kLanes> counts{};
+    for (int k = 0; k < kDepth; ++k)
+        for (int j = 0; j < kLanes; ++j)
+            counts[j] += bytes[kLanes * k + j] < limit;
+    int total = 0;
+    for (int j = 0; j < kLanes; ++j)
+        total += counts[j];
+    return total;
+}
+
+// Which exponents have codes of their own: those from `top` down, one less than there are codes of `width` bits; all
+// if the width is that of whole exponents.
+struct Window {
+    int width;
+    std::uint8_t top;
+};
+
+// Note [windows]
+// Nearly always the best window is close below the largest exponent, and a few counts find it. Where the best of
+// those leaves many exponents outside (a value of another magnitude among the rest is enough), all are looked at.
+constexpr int kGood = 144;
+
+// The window from which the block takes the fewest bytes, and that number.
+struct Choice {
+    Window window;
+    int bytes;
+
+    HYBRIDPAR_INLINE void consider(int width, int top, int inside) {
+        const int taken = kLanes * width + static_cast<int>(kBlock) - inside;
+        if (taken >= bytes) return;
+        window = {width, static_cast<std::uint8_t>(top)};
+        bytes = taken;
+    }
+};
+
+HYBRIDPAR_INLINE Window choose_of_all(const Bytes &exponents, Choice best) {
+    constexpr int most = (1 << kWidest) - 1;
+    // until[i]: how many are below i - most, for windows that begin below the smallest exponent, too.
+    std::array<std::uint16_t, 256> counts{};
+    for (int i = 0; i < kBlock; ++i)
+        ++counts[exponents[i]];
+    std::array<int, 257 + most> until{};
+    for (int i = 0; i < 256; ++i)
+        until[most + i + 1] = until[most + i] + counts[i];
+    for (int width = 1; width <= kWidest; ++width) {
+        const int codes = (1 << width) - 1;
+        for (int top = 0; top < 256; ++top)
+            best.consider(width, top, until[most + top + 1] - until[most + top + 1 - codes]);
+    }
+    return best.window;
+}
+
+// The window with which the block is shortest. See Note [windows].
+HYBRIDPAR_INLINE Window choose(const Bytes &exponents) {
+    std::uint8_t top = 0;
+    for (int i = 0; i < kBlock; ++i)
+        top = std::max(top, exponents[i]);
+    Bytes distances;
+    for (int i = 0; i < kBlock; ++i)
+        distances[i] = static_cast<std::uint8_t>(top - exponents[i]);
+    // nearer[d]: how many are less than d below the largest.
+    std::array<int, kShifts + (1 << kWidest)> nearer{};
+    for (int d = 1; d < static_cast<int>(nearer.size()); ++d)
+        nearer[d] = nearer[d - 1] == kBlock ? kBlock : below(distances, static_cast<std::uint8_t>(d));
+    if (nearer[1] == kBlock) return {0, top};
+    Choice best{{kWhole, 0}, kBlock};
+    for (int width = 1; width <= kWidest; ++width)
+        for (int shift = 0; shift < std::min<int>(kShifts, top + 1); ++shift)
+            best.consider(width, top - shift, nearer[shift + (1 << width) - 1] - nearer[shift]);
+    return best.bytes <= kGood ? best.window : choose_of_all(exponents, best);
+}
+
+template <int width>
+HYBRIDPAR_INLINE void to_planes(const Bytes &exponents, std::uint8_t top, std::uint8_t *planes) {
+    constexpr int outside = (1 << width) - 1;
+    Bytes codes;
+    for (int i = 0; i < kBlock; ++i) {
+        const auto distance = static_cast<std::uint8_t>(top - exponents[i]); // above the window: a large one
+        codes[i] = std::min<std::uint8_t>(distance, outside);
+    }
+    for (int bit = 0; bit < width; ++bit) {
+        std::array<std::uint8_t, kLanes> plane{};
+        for (int k = 0; k < kDepth; ++k)
+            for (int j = 0; j < kLanes; ++j)
+                plane[j] |= static_cast<std::uint8_t>(((codes[kLanes * k + j] >> bit) & 1) << k);
+        std::memcpy(planes + kLanes * bit, plane.data(), kLanes);
+    }
+}
+
+template <int width>
+HYBRIDPAR_INLINE void from_planes(const std::uint8_t *planes, std::uint8_t top, Bytes &exponents) {
+    Bytes codes{};
+    for (int bit = 0; bit < width; ++bit) {
+        std::array<std::uint8_t, kLanes> plane;
+        std::memcpy(plane.data(), planes + kLanes * bit, kLanes);
+        for (int k = 0; k < kDepth; ++k)
+            for (int j = 0; j < kLanes; ++j)
+                codes[kLanes * k + j] |= static_cast<std::uint8_t>(((plane[j] >> k) & 1) << bit);
+    }
+    for (int i = 0; i < kBlock; ++i)
+        exponents[i] = static_cast<std::uint8_t>(top - codes[i]);
+}
+
+// Calls `visit` with the index of every value whose code has all bits set, in an order that the planes alone decide.
+template <typename Visit>
+HYBRIDPAR_INLINE void for_each_outside(const std::uint8_t *planes, int width, Visit visit) {
+    for (int first = 0; first < kLanes; first += 8) {
+        std::uint64_t marks = ~std::uint64_t{0};
+        for (int bit = 0; bit < width; ++bit) {
+            std::uint64_t word;
+            std::memcpy(&word, planes + kLanes * bit + first, sizeof(word));
+            marks &= word;
+        }
+        for (; marks != 0; marks &= marks - 1) {
+            const int place = __builtin_ctzll(marks);
+            visit(kLanes * (place & 7) + first + (place >> 3));
+        }
+    }
+}
+
+HYBRIDPAR_INLINE std::uint8_t *append(std::uint8_t *target, const void *bytes, std::size_t count) {
+    std::memcpy(target, bytes, count);
+    return target + count;
+}
+
+template <typename Bits>
+HYBRIDPAR_INLINE std::uint8_t *compress_block(const Bits *values, std::uint8_t *target) {
+    if (all_zero(values)) {
+        *target++ = kZeros;
+        *target++ = 0;
+        return target;
+    }
+    Parts parts;
+    take_apart(values, parts);
+    const Window window = choose(parts.exponents);
+    *target++ = static_cast<std::uint8_t>(window.width);
+    *target++ = window.top;
+    std::uint8_t *const planes = target;
+    switch (window.width) {
+    case 0: break;
+    case 1: to_planes<1>(parts.exponents, window.top, planes); break;
+    case 2: to_planes<2>(parts.exponents, window.top, planes); break;
+    case 3: to_planes<3>(parts.exponents, window.top, planes); break;
+    case kWidest: to_planes<kWidest>(parts.exponents, window.top, planes); break;
+    default: target = append(target, parts.exponents.data(), kBlock);
+    }
+    if (window.width > 0 && window.width <= kWidest) {
+        target += kLanes * window.width;
+        for_each_outside(planes, window.width, [&](int i) { *target++ = parts.exponents[i]; });
+    }
+    target = append(target, parts.rest.data(), kBlock);
+    if constexpr (sizeof(Bits) == 4) target = append(target, parts.lower.data(), sizeof(parts.lower));
+    return target;
+}
+
+// The bytes still to be read.
+struct Reader {
+    const std::uint8_t *next;
+    std::size_t left;
+
+    HYBRIDPAR_INLINE const std::uint8_t *take(std::size_t count) {
+        if (count > left) throw std::invalid_argument("expected more compressed values, got bytes that end too early");
+        const std::uint8_t *const taken = next;
+        next += count;
+        left -= count;
+        return taken;
+    }
+};
+
+template <typename Bits>
+HYBRIDPAR_INLINE void expand_block(Reader &reader, Bits *values) {
+    const std::uint8_t *const head = reader.take(kHead);
+    const int width = head[0];
+    const std::uint8_t top = head[1];
+    if (width == kZeros) {
+        std::memset(values, 0, kBlock * sizeof(Bits));
+        return;
+    }
+    Parts parts;
+    if (width == kWhole) {
+        std::memcpy(parts.exponents.data(), reader.take(kBlock), kBlock);
+    } else {
+        check(width <= kWidest, "expected a block of compressed values, got one that begins with ", width);
+        const std::uint8_t *const planes = reader.take(static_cast<std::size_t>(kLanes) * width);
+        switch (width) {
+        case 0: from_planes<0>(planes, top, parts.exponents); break;
+        case 1: from_planes<1>(planes, top, parts.exponents); break;
+        case 2: from_planes<2>(planes, top, parts.exponents); break;
+        case 3: from_planes<3>(planes, top, parts.exponents); break;
+        default: from_planes<kWidest>(planes, top, parts.exponents);
+        }
+        if (width > 0) for_each_outside(planes, width, [&](int i) { parts.exponents[i] = *reader.take(1); });
+    }
+    std::memcpy(parts.rest.data(), reader.take(kBlock), kBlock);
+    if constexpr (sizeof(Bits) == 4)
+        std::memcpy(parts.lower.data(), reader.take(sizeof(parts.lower)), sizeof(parts.lower));
+    put_together(parts, values);
+}
+
+HYBRIDPAR_INLINE void add_to(std::uint16_t *values, const std::uint16_t *others, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) {
+        BFloat16 sum;
+        store(sum, to_float(BFloat16{values[i]}) + to_float(BFloat16{others[i]}));
+        values[i] = sum.bits;
+    }
+}
+
+HYBRIDPAR_INLINE void add_to(std::uint32_t *values, const std::uint32_t *others, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i)
+        values[i] = bit_cast<std::uint32_t>(bit_cast<float>(values[i]) + bit_cast<float>(others[i]));
+}
+
+template <typename Bits>
+HYBRIDPAR_INLINE std::size_t compress(const Bits *values, std::int64_t count, std::uint8_t *target) {
+    std::uint8_t *const first = target;
+    std::int64_t done = 0;
+    for (; count - done >= kBlock; done += kBlock)
+        target = compress_block(values + done, target);
+    if (done < count) {
+        std::array<Bits, kBlock> filled{};
+        std::copy(values + done, values + count, filled.data());
+        target = compress_block(filled.data(), target);
+    }
+    return static_cast<std::size_t>(target - first);
+}
+
+template <typename Bits>
+HYBRIDPAR_INLINE void expand(Reader reader, Bits *values, std::int64_t count, bool add) {
+    alignas(64) std::array<Bits, kBlock> block;
+    for (std::int64_t done = 0; done < count; done += kBlock) {
+        const std::int64_t length = std::min(kBlock, count - done);
+        if (!add && length == kBlock) {
+            expand_block(reader, values + done);
+            continue;
+        }
+        expand_block(reader, block.data());
+        if (!add)
+            std::copy(block.data(), block.data() + length, values + done);
+        else if (length == kBlock)
+            add_to(values + done, block.data(), kBlock);
+        else
+            add_to(values + done, block.data(), length);
+    }
+    check(reader.left == 0, "expected the bytes of ", count, " compressed values, got ", reader.left, " more");
+}
+
+HYBRIDPAR_CLONES std::size_t compress_halves(const std::uint16_t *values, std::int64_t count, std::uint8_t *target) {
+    return compress(values, count, target);
+}
+
+HYBRIDPAR_CLONES std::size_t compress_words(const std::uint32_t *values, std::int64_t count, std::uint8_t *target) {
+    return compress(values, count, target);
+}
+
+HYBRIDPAR_CLONES void expand_halves(Reader reader, std::uint16_t *values, std::int64_t count, bool add) {
+    expand(reader, values, count, add);
+}
+
+HYBRIDPAR_CLONES void expand_words(Reader reader, std::uint32_t *values, std::int64_t count, bool add) {
+    expand(reader, values, count, add);
+}
+
+void check_dtype(DType dtype) {
+    check(dtype == DType::bfloat16 || dtype == DType::float32, "expected bfloat16 or float32, got dtype code ",
+          int{static_cast<std::uint8_t>(dtype)});
+}
+
+} // namespace
+
+std::size_t compressed_bound(std::int64_t count, DType dtype) {
+    check_dtype(dtype);
+    check(count >= 0, "expected zero or more values, got ", count);
+    const auto blocks = static_cast<std::size_t>((count + kBlock - 1) / kBlock);
+    return blocks * (kHead + kBlock * item_size(dtype));
+}
+
+std::size_t compress_exponents(const void *values, std::int64_t count, DType dtype, std::uint8_t *target) {
+    check_dtype(dtype);
+    return dtype == DType::float32 ? compress_words(static_cast<const std::uint32_t *>(values), count, target)
+                                   : compress_halves(static_cast<const std::uint16_t *>(values), count, target);
+}
+
+void expand_exponents(const std::uint8_t *source, std::size_t bytes, void *values, std::int64_t count, DType dtype,
+                      bool add) {
+    check_dtype(dtype);
+    if (dtype == DType::float32)
+        expand_words({source, bytes}, static_cast<std::uint32_t *>(values), count, add);
+    else
+        expand_halves({source, bytes}, static_cast<std::uint16_t *>(values), count, add);
+}
+
+} // namespace hybridpar
