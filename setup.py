@@ -16,7 +16,9 @@ _MODULES = (
     "shm",
 )  # fmt: skip
 _HEADERS = ("bindings_head", "check", "clones", "exponential", "ranges", "row_values", "splitmix", "types")
-SOURCES = [f"csrc/{name}.cc" for name in ("bindings", "bindings_head", "row_sgd", "shm_buckets", *_MODULES)]
+SOURCES = [
+    f"csrc/{name}.cc" for name in ("bindings", "bindings_head", "row_sgd", "shm_buckets", "shm_parcels", *_MODULES)
+]
 HEADERS = [f"csrc/{name}.h" for name in (*_HEADERS, *_MODULES)]
 
 

@@ -177,6 +177,16 @@ void bind_shared_memory(nb::module_ &module) {
             },
             "output"_a, "inputs"_a.noconvert(), "counts"_a.noconvert(), "dtype"_a)
         .def(
+            "all_to_all",
+            [](SharedMemory &self, const Int64s &outputs, const Int64s &received, const Int64s &inputs,
+               const Int64s &sent) {
+                self.call([&](Communicator &communicator) {
+                    communicator.all_to_all(pointers_of<void *>(outputs), sizes_of(received),
+                                            pointers_of<const void *>(inputs), sizes_of(sent));
+                });
+            },
+            "outputs"_a.noconvert(), "received"_a.noconvert(), "inputs"_a.noconvert(), "sent"_a.noconvert())
+        .def(
             "broadcast",
             [](SharedMemory &self, std::uintptr_t data, std::int64_t bytes, std::size_t root) {
                 self.call([&](Communicator &communicator) {

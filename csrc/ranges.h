@@ -44,6 +44,11 @@ inline Range piece(std::int64_t count, std::int64_t chunk, std::int64_t chunk_co
     return {begin, std::min(count, begin + chunk_count)};
 }
 
+// What both have; its length is negative or zero where that is nothing.
+inline Range common(Range one, Range other) {
+    return {std::max(one.begin, other.begin), std::min(one.end, other.end)};
+}
+
 inline void copy_items(std::byte *target, const std::byte *source, std::int64_t count, std::size_t item = 1) {
     if (count > 0) std::memcpy(target, source, static_cast<std::size_t>(count) * item);
 }

@@ -22,6 +22,7 @@
 // summed, in the order A0 A1 B0 A2 B1 A3 B2 ... (A is published empty behind the last chunk). When a rank fills
 // c + 1, all have published B of c - 2, so none reads the staged chunk c - 2 or one before it any more; when it
 // writes the result of c, all have published A of c, so none reads the result of c - 3 or one before it any more.
+// Note [parcels], in shm_parcels.cc, is about all-to-all.
 
 namespace hybridpar {
 namespace {
@@ -105,38 +106,19 @@ void Communicator::check_agreement() {
 }
 
 std::string Communicator::describe(const Announcement &announcement) const {
-    constexpr const char *kinds[] = {"barrier", "all_reduce", "all_gather", "reduce_scatter", "broadcast"};
+    constexpr const char *kinds[] = {"barrier",        "all_reduce", "all_gather",
+                                     "reduce_scatter", "broadcast",  "all_to_all"};
     constexpr const char *dtypes[] = {"float32", "float64", "bfloat16", "float16", "int64", "bytes"};
     constexpr const char *reductions[] = {"sum", "max", "min"};
     std::ostringstream text;
     const auto kind = static_cast<Kind>(announcement.what & 0xff);
     text << kinds[announcement.what & 0xff];
-    if (kind == Kind::barrier) return text.str();
+    if (kind == Kind::barrier || kind == Kind::all_to_all) return text.str();
     if (kind == Kind::all_reduce) text << " (" << reductions[announcement.what >> 16 & 0xff] << ")";
     text << " of " << announcement.count << ' ' << dtypes[announcement.what >> 8 & 0xff];
     if (kind == Kind::broadcast) text << " from " << board_.name(announcement.what >> 24);
     if (announcement.place != 0) text << " in a shared bucket";
     return text.str();
-}
-
-// Note [slots]. fill(chunk, slot) stages this rank's part; drain(chunk, number) uses what every rank has staged.
-template <typename Fill, typename Drain>
-void Communicator::exchange(std::int64_t chunks, Fill fill, Drain drain) {
-    const std::size_t rank = board_.rank();
-    const std::uint32_t first = board_.step() + 1;
-    const std::uint64_t number = chunk_;
-    fill(0, slot(rank, number));
-    board_.publish();
-    for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
-        if (chunk + 1 < chunks) {
-            fill(chunk + 1, slot(rank, number + chunk + 1));
-            board_.publish();
-        }
-        board_.await_all(first + static_cast<std::uint32_t>(chunk));
-        if (chunk == 0) check_agreement();
-        drain(chunk, number + chunk);
-    }
-    chunk_ += chunks;
 }
 
 void Communicator::barrier() {

@@ -32,6 +32,10 @@ class Communicator {
     // inputs[r] has counts[r] elements; output gets the sum over the ranks of their inputs[rank].
     void reduce_scatter(void *output, const std::vector<const void *> &inputs, const std::vector<std::int64_t> &counts,
                         DType dtype);
+    // inputs[r], sent[r] bytes long, goes to rank r; outputs[r] gets the received[r] bytes that are for this rank
+    // there.
+    void all_to_all(const std::vector<void *> &outputs, const std::vector<std::int64_t> &received,
+                    const std::vector<const void *> &inputs, const std::vector<std::int64_t> &sent);
     void broadcast(void *data, std::int64_t bytes, std::size_t root);
     void barrier();
 
@@ -67,7 +71,7 @@ class Communicator {
             return first + rank * stride;
         }
     };
-    enum class Kind : std::uint8_t { barrier, all_reduce, all_gather, reduce_scatter, broadcast };
+    enum class Kind : std::uint8_t { barrier, all_reduce, all_gather, reduce_scatter, broadcast, all_to_all };
 
     // One call at a time; none in a forked child, where the mutex may stay locked for ever.
     std::unique_lock<std::mutex> enter();
@@ -83,6 +87,10 @@ class Communicator {
     void reduce_in_place(const Place &place, std::int64_t count, DType dtype, Reduction reduction);
     void gather_in_place(const Place &place, const std::vector<std::int64_t> &bytes, const void *input);
     void scatter_in_place(void *output, const Place &place, const std::vector<std::int64_t> &counts, DType dtype);
+    // Note [parcels]: reads the sizes from the first chunks. Gives how long the longest stream is behind them, and
+    // where there this rank's part begins in each. Throws on every rank where a sender and a receiver mean different
+    // sizes.
+    std::int64_t read_parcels(std::uint64_t number, std::vector<std::int64_t> &starts);
     // The place of `bytes` bytes in this rank's buckets, if they lie in one.
     Place find_place(const void *data, std::int64_t bytes);
     std::byte *slot(std::size_t rank, std::uint64_t chunk) const;
@@ -100,6 +108,27 @@ class Communicator {
     std::vector<void *> targets_;
     std::mutex mutex_;
 };
+
+// Note [slots], in shm.cc. fill(chunk, slot) stages this rank's part; drain(chunk, number) uses what every rank has
+// staged.
+template <typename Fill, typename Drain>
+void Communicator::exchange(std::int64_t chunks, Fill fill, Drain drain) {
+    const std::size_t rank = board_.rank();
+    const std::uint32_t first = board_.step() + 1;
+    const std::uint64_t number = chunk_;
+    fill(0, slot(rank, number));
+    board_.publish();
+    for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+        if (chunk + 1 < chunks) {
+            fill(chunk + 1, slot(rank, number + chunk + 1));
+            board_.publish();
+        }
+        board_.await_all(first + static_cast<std::uint32_t>(chunk));
+        if (chunk == 0) check_agreement();
+        drain(chunk, number + chunk);
+    }
+    chunk_ += chunks;
+}
 
 // Memory that a communicator of that many ranks needs.
 std::size_t communicator_bytes(std::size_t size, std::size_t chunk_bytes);

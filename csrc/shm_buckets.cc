@@ -46,7 +46,7 @@ void Communicator::gather_in_place(const Place &place, const std::vector<std::in
     Range part{0, 0};
     for (std::size_t owner = 0; owner < size; ++owner) {
         part = {part.end, part.end + bytes[owner]};
-        const Range own = {std::max(share.begin, part.begin), std::min(share.end, part.end)};
+        const Range own = common(share, part);
         std::size_t others = 0;
         for (std::size_t peer = 0; peer < size; ++peer)
             if (peer != owner) targets_[others++] = place.of(peer) + own.begin;

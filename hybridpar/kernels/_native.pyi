@@ -86,6 +86,15 @@ class Communicator:
     def reduce_scatter(
         self, output: int, inputs: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], dtype: int
     ) -> None: ...
+    def all_to_all(
+        self,
+        outputs: npt.NDArray[np.int64],
+        received: npt.NDArray[np.int64],
+        inputs: npt.NDArray[np.int64],
+        sent: npt.NDArray[np.int64],
+    ) -> None:
+        """``received``, ``sent``: bytes of each output and input. RuntimeError on every rank where two differ."""
+
     def broadcast(self, data: int, bytes: int, root: int) -> None: ...
     def barrier(self) -> None: ...
     def add_buckets(self, base: int, stride: int, number: int) -> None:

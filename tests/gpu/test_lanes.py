@@ -43,6 +43,12 @@ class OnDevice(Lane):
         self._lane.reduce_scatter(there, [part.to(DEVICE) for part in inputs])
         output.copy_(there)
 
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        there = [torch.empty_like(output, device=DEVICE) for output in outputs]
+        self._lane.all_to_all(there, [part.to(DEVICE) for part in inputs])
+        for output, value in zip(outputs, there, strict=True):
+            output.copy_(value)
+
     def broadcast(self, tensor: Tensor, root: int) -> None:
         there = tensor.to(DEVICE)
         self._lane.broadcast(there, root)

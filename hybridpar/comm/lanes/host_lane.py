@@ -36,6 +36,11 @@ class HostLane(Lane):
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
         self._lane_of(output).reduce_scatter(output, inputs)
 
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        # Which is all bytes: any dtype goes through the memory.
+        lane: Lane = self._shared if inputs[0].is_cpu else self._other
+        lane.all_to_all(outputs, inputs)
+
     def broadcast(self, tensor: Tensor, root: int) -> None:
         self._lane_of(tensor).broadcast(tensor, root)
 

@@ -62,6 +62,13 @@ class Lane(ABC):
         """
 
     @abstractmethod
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Fill ``outputs[r]`` with ``inputs[rank]`` of rank r. Sizes may differ between pairs of ranks and may be zero.
+
+        Any dtype, the same in all of them. Outputs and inputs share no memory.
+        """
+
+    @abstractmethod
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Overwrite ``tensor`` with that of rank ``root``."""
 
@@ -115,6 +122,9 @@ class AloneLane(Lane):
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
         output.copy_(inputs[0])
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        outputs[0].copy_(inputs[0])
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         pass
@@ -213,6 +223,19 @@ class ThreadLane(Lane):
                 result += other
         output.copy_(result)
 
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        text = describe(inputs)
+        with self._shared(tuple(inputs), "all_to_all", text) as slots:
+            for sender, parts in enumerate(slots):
+                sent: Tensor = list(parts)[self.rank]  # type: ignore[call-overload]
+                if sent.nbytes != outputs[sender].nbytes:
+                    reason = (
+                        f"expected {outputs[sender].nbytes} bytes from rank {self.ranks[sender]}, got {sent.nbytes}; "
+                        "give the same sizes on both ranks"
+                    )
+                    raise CommunicationError(reason, rank=self.ranks[self.rank], operation="all_to_all", tensor=text)
+                outputs[sender].view(-1).copy_(sent.view(-1))
+
     def broadcast(self, tensor: Tensor, root: int) -> None:
         with self._shared(tensor, "broadcast", describe(tensor)) as slots:
             if self.rank != root:
@@ -247,9 +270,12 @@ def written(*tensors: Tensor) -> None:
     increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
-def describe(tensor: Tensor) -> str:
-    """``float32[3, 4]``: how errors name a tensor that has no name."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+def describe(tensor: Tensor | Sequence[Tensor]) -> str:
+    """``float32[3, 4]``, or ``float32[12] in 3 parts``: how errors name what has no name."""
+    if isinstance(tensor, Tensor):
+        return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    name = str(tensor[0].dtype).removeprefix("torch.")
+    return f"{name}[{sum(part.numel() for part in tensor)}] in {len(tensor)} parts"
 
 
 def _tensors(slots: Sequence[object]) -> list[Tensor]:

@@ -6,6 +6,11 @@ while sums are taken. MPI adds up whole numbers, float32 and float64. Half types
 bytes to the rank that adds them up, in rank order and in float32, and rounds once. So are all reduce-scatters, which is
 faster than the libraries' own; and maxima and minima of floating numbers, because what MPI makes of NaN may differ
 between ranks.
+
+# Note [pairs in MPI]
+An all-to-all is a message from each rank to each, and not MPI_Alltoallv: that counts in C ints, wants all parts in one
+piece of memory, and cannot be cut, since no rank knows how much the others have to send. Messages of a pair arrive in
+order, so each pair cuts for itself.
 """
 
 from __future__ import annotations
@@ -16,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from hybridpar.comm.lanes.attendance import Observer
-from hybridpar.comm.lanes.lane import Lane, Op, describe
+from hybridpar.comm.lanes.lane import Lane, Op, describe, written
+from hybridpar.comm.lanes.memory import bytes_of
 from hybridpar.comm.lanes.mpi_link import DATA, Link, Requests, Work
 
 DTYPES = (
@@ -82,7 +87,7 @@ class MpiLane(Lane):
                 self._reduce_gathered(flat, op)
             else:
                 self._link.drive(self._reduce_by_exchange(piece, op) for piece in pieces)
-        _written(tensor)
+        written(tensor)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         for one in (tensor, *outputs):
@@ -91,9 +96,8 @@ class MpiLane(Lane):
         if own.data_ptr() != tensor.data_ptr():
             own.detach().copy_(tensor)
         with self._link.call("all_gather", tensor):
-            self._gather([_bytes(output) for output in outputs])
-        for output in outputs:
-            _written(output)
+            self._gather([bytes_of(output) for output in outputs])
+        written(*outputs)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
         for one in (output, *inputs):
@@ -105,14 +109,27 @@ class MpiLane(Lane):
                 self._reduce_exchanged(result[at : at + count], [part[at : at + count] for part in parts], "sum")
                 for at in range(0, longest, count)
             )
-        _written(output)
+        written(output)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        for one in (*outputs, *inputs):
+            _check("all_to_all", one)
+        received, sent = [bytes_of(output) for output in outputs], [bytes_of(part) for part in inputs]
+        longest = max(part.numel() for part in (*received, *sent))
+        with self._link.call("all_to_all", inputs):
+            received[self.rank].copy_(sent[self.rank])
+            self._link.drive(  # Note [pairs in MPI]
+                self._swap(*([part[at : at + MOST_BYTES] for part in parts] for parts in (sent, received)))
+                for at in range(0, longest, MOST_BYTES)
+            )
+        written(*outputs)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         _check("broadcast", tensor)
         with self._link.call("broadcast", tensor):
-            self._link.drive(self._broadcast_piece(piece, root) for piece in _bytes(tensor).split(MOST_BYTES))
+            self._link.drive(self._broadcast_piece(piece, root) for piece in bytes_of(tensor).split(MOST_BYTES))
         if self.rank != root:
-            _written(tensor)
+            written(tensor)
 
     def barrier(self) -> None:
         with self._link.call("barrier"):
@@ -152,18 +169,18 @@ class MpiLane(Lane):
     def _reduce_gathered(self, tensor: Tensor, op: Op) -> None:
         rows = torch.empty(self.size, tensor.numel(), dtype=tensor.dtype)
         rows[self.rank] = tensor
-        self._gather(list(_bytes(rows).split(tensor.nbytes)))
+        self._gather(list(bytes_of(rows).split(tensor.nbytes)))
         _combine(rows, op, tensor)
 
     def _reduce_by_exchange(self, piece: Tensor, op: Op) -> Work:
         parts = piece.tensor_split(self.size)
         yield from self._reduce_exchanged(parts[self.rank], parts, op)
-        yield self._start_gather([_bytes(part) for part in parts])
+        yield self._start_gather([bytes_of(part) for part in parts])
 
     def _reduce_exchanged(self, output: Tensor, inputs: Sequence[Tensor], op: Op) -> Work:
         """Every rank sends each other its part, and reduces what arrives."""
         rows = torch.empty(self.size, output.numel(), dtype=output.dtype)
-        yield self._start_swap([_bytes(part) for part in inputs], [_bytes(row) for row in rows])
+        yield self._start_swap([bytes_of(part) for part in inputs], [bytes_of(row) for row in rows])
         rows[self.rank] = inputs[self.rank]
         _combine(rows, op, output)
 
@@ -174,11 +191,14 @@ class MpiLane(Lane):
             return
         longest = max(output.numel() for output in outputs)
         self._link.drive(
-            self._swap([output[at : at + MOST_BYTES] for output in outputs]) for at in range(0, longest, MOST_BYTES)
+            self._spread([output[at : at + MOST_BYTES] for output in outputs]) for at in range(0, longest, MOST_BYTES)
         )
 
-    def _swap(self, outputs: list[Tensor]) -> Work:
-        yield self._start_swap([outputs[self.rank]] * self.size, outputs)
+    def _spread(self, outputs: list[Tensor]) -> Work:
+        yield from self._swap([outputs[self.rank]] * self.size, outputs)
+
+    def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Work:
+        yield self._start_swap(sent, received)
 
     def _start_gather(self, outputs: list[Tensor]) -> Requests:
         """Bytes of all ranks, neighbours in memory."""
@@ -220,10 +240,6 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return _flat(tensor).view(torch.uint8)
-
-
 def _are_neighbours(tensors: Sequence[Tensor]) -> bool:
     """Whether the bytes of each follow upon those of the one before."""
     full = [tensor for tensor in tensors if tensor.numel()]
@@ -241,9 +257,3 @@ def _check_reducible(operation: str, tensor: Tensor) -> None:
     if tensor.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise TypeError(f"{operation} through MPI: expected one of {names}, got {describe(tensor)}; cast it")
-
-
-def _written(tensor: Tensor) -> None:
-    """Lets autograd notice, as it would after copy_, that a value saved for backward has changed."""
-    if not tensor.is_inference():
-        increment_version(tensor)

@@ -101,7 +101,7 @@ class Link:
         self._library.open.add(self)
 
     @contextmanager
-    def call(self, operation: str, tensor: Tensor | None = None) -> Iterator[None]:
+    def call(self, operation: str, tensor: Tensor | Sequence[Tensor] | None = None) -> Iterator[None]:
         """Around a collective. Errors name it, and end the use of the link: the ranks are out of step."""
         self._check(operation, tensor)
         self._attendance.begin()
@@ -216,7 +216,7 @@ class Link:
         if self._unusable is None and (heard := self._heard(_SPINS)) is not None:
             self._give_up(heard, heard)
 
-    def _check(self, operation: str, tensor: Tensor | None) -> None:
+    def _check(self, operation: str, tensor: Tensor | Sequence[Tensor] | None) -> None:
         self._library.check_thread()
         if os.getpid() != self._process:
             raise RuntimeError(
@@ -226,7 +226,7 @@ class Link:
         if self._unusable is not None:
             raise self._failure(f"the lane is of no more use: {self._unusable}", operation, tensor)
 
-    def _failure(self, reason: str, operation: str, tensor: Tensor | None) -> CommunicationError:
+    def _failure(self, reason: str, operation: str, tensor: Tensor | Sequence[Tensor] | None) -> CommunicationError:
         text = "nothing" if tensor is None else describe(tensor)
         return CommunicationError(reason, rank=self.ranks[self.rank], operation=operation, tensor=text)
 

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from hybridpar.comm.errors import CommunicationError
 from hybridpar.comm.lanes.attendance import Attendance
-from hybridpar.comm.lanes.lane import Lane, Op, check_reducible, describe
+from hybridpar.comm.lanes.lane import Lane, Op, check_reducible, describe, written
+from hybridpar.comm.lanes.memory import bytes_of
+from hybridpar.comm.lanes.parcels import Parcels
 from hybridpar.comm.worker import Worker
 
 # Pieces begin at multiples of this many elements: cache lines, and the vectors of the kernels.
@@ -85,6 +87,19 @@ class StripedLane(Lane):
         calls = [_call(lane.reduce_scatter, piece, column) for lane, piece, column in parts]
         self._run(calls, [sum(piece.nbytes for piece in column) for column in columns])
 
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        if inputs[0].is_cuda:
+            self._lanes[0].all_to_all(outputs, inputs)
+            return
+        # Note [pairs on stripes]: what a pair exchanges is known to no third rank, so each pair decides for itself
+        # whether to divide it, and every lane is called, be it with nothing.
+        received, sent = self._columns(outputs), self._columns(inputs)
+        parts = zip(self._lanes, received, sent, strict=True)
+        calls = [_call(lane.all_to_all, to, of) for lane, to, of in parts]
+        sizes = [sum(piece.nbytes for piece in (*to, *of)) for to, of in zip(received, sent, strict=True)]
+        # What is small says nothing of the speed of a lane.
+        self._run(calls, sizes if sum(sizes) >= _STRIPED_BYTES else [0] * len(sizes))
+
     def broadcast(self, tensor: Tensor, root: int) -> None:
         if (lane := self._lane_alone(tensor, tensor.nbytes)) is not None:
             lane.broadcast(tensor, root)
@@ -121,6 +136,16 @@ class StripedLane(Lane):
 
     def _pieces(self, tensor: Tensor) -> list[Tensor]:
         return _cut(tensor.view(-1), self.shares)
+
+    def _columns(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What goes on each lane of the bytes for or from each rank. Note [pairs on stripes]."""
+        fastest = self._lanes.index(self._fastest)
+        alone = [float(number == fastest) for number in range(len(self._lanes))]
+        rows = []
+        for tensor in tensors:
+            divided = tensor.nbytes * self.size >= _STRIPED_BYTES
+            rows.append(_cut(bytes_of(tensor), self.shares if divided else alone))
+        return [list(column) for column in zip(*rows, strict=True)]
 
     def _run(self, calls: Sequence[Callable[[], None]], sizes: Sequence[int] | None) -> None:
         """Make one call on each lane at the same time and, given the bytes of each, note how fast the lanes were."""
@@ -193,6 +218,7 @@ class HierarchicalLane(Lane):
         self._carriers = min(map(len, self._hosts))
         # Note [layers]: carrier l answers for the ranks of its host with local rank l, l + carriers, and so on.
         self._layers = -(-max(map(len, self._hosts)) // self._carriers)
+        self._parcels = Parcels(local, cross, self._hosts, self._here)
         self._shares = [1 / self._carriers] * self._carriers + [0.0] * (local.size - self._carriers)
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
@@ -251,6 +277,14 @@ class HierarchicalLane(Lane):
         if 0 <= place < self._carriers:
             output.copy_(parts[place])
 
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        with self._together("all_to_all", inputs):
+            received, sent = [bytes_of(output) for output in outputs], [bytes_of(part) for part in inputs]
+            home = self._hosts[self._here]
+            self._local.all_to_all([received[rank] for rank in home], [sent[rank] for rank in home])
+            self._parcels.exchange(received, sent)
+        written(*outputs)
+
     def broadcast(self, tensor: Tensor, root: int) -> None:
         slices = _cut(tensor.view(-1), self._shares)
         home = next(number for number, host in enumerate(self._hosts) if root in host)
@@ -295,7 +329,7 @@ class HierarchicalLane(Lane):
         return tensors[0].new_empty(0)
 
     @contextmanager
-    def _together(self, operation: str, tensor: Tensor | None) -> Iterator[None]:
+    def _together(self, operation: str, tensor: Tensor | Sequence[Tensor] | None) -> Iterator[None]:
         """If a part fails, so does the whole: ranks that wait in the other part must hear of it."""
         self._attendance.begin()
         try:

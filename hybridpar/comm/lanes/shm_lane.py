@@ -14,11 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 import hybridpar.kernels._native as _native
 from hybridpar.comm.errors import CommunicationError
-from hybridpar.comm.lanes.lane import Lane, Op, describe
+from hybridpar.comm.lanes.lane import Lane, Op, describe, written
 from hybridpar.comm.lanes.segments import share
 from hybridpar.comm.lanes.values import gather_json
 from hybridpar.topology import host_identity
@@ -41,7 +40,7 @@ _PAGE = 4096
 
 
 class ShmLane(Lane):
-    """Shared memory between processes, or threads, of one host; CPU tensors of ``DTYPES``.
+    """Shared memory between processes, or threads, of one host; CPU tensors of ``DTYPES`` (``all_to_all``: of any).
 
     Sums are taken in rank order, half types in float32 and rounded once: every rank gets the same bits, run after run.
     A wait that has lasted for a tenth of a second looks whether the other ranks still live.
@@ -120,28 +119,38 @@ class ShmLane(Lane):
             self._native.all_reduce(tensor.data_ptr(), tensor.numel(), code, _REDUCTIONS[op])
         except RuntimeError as error:
             raise self._failure(error, "all_reduce", tensor) from None
-        _written(tensor)
+        written(tensor)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         _check(outputs, tensor, "all_gather")
-        bytes_of_ranks = np.array([output.nbytes for output in outputs], dtype=np.int64)
-        with_addresses = _addresses(outputs), bytes_of_ranks, tensor.data_ptr()
+        with_addresses = _addresses(outputs), _bytes_in(outputs), tensor.data_ptr()
         self._call("all_gather", tensor, self._native.all_gather, *with_addresses)
-        for output in outputs:
-            _written(output)
+        written(*outputs)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
         _check(inputs, output, "reduce_scatter")
         counts = np.array([part.numel() for part in inputs], dtype=np.int64)
         arguments = output.data_ptr(), _addresses(inputs), counts, _CODES[output.dtype]
         self._call("reduce_scatter", output, self._native.reduce_scatter, *arguments)
-        _written(output)
+        written(output)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        for one in (*outputs, *inputs):
+            if not one.is_cpu:
+                raise TypeError(
+                    f"all_to_all through shared memory: expected CPU tensors, got {describe(one)} on {one.device}; use "
+                    "a lane of torch"
+                )
+            assert one.is_contiguous(), "the lane's contract"
+        lists = _addresses(outputs), _bytes_in(outputs), _addresses(inputs), _bytes_in(inputs)
+        self._call("all_to_all", inputs, self._native.all_to_all, *lists)
+        written(*outputs)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         _check((), tensor, "broadcast")
         self._call("broadcast", tensor, self._native.broadcast, tensor.data_ptr(), tensor.nbytes, root)
         if self.rank != root:
-            _written(tensor)
+            written(tensor)
 
     def barrier(self) -> None:
         self._call("barrier", None, self._native.barrier)
@@ -186,13 +195,21 @@ class ShmLane(Lane):
             child.abort(why)
         return child
 
-    def _call(self, operation: str, tensor: Tensor | None, function: Callable[..., None], *arguments: Any) -> None:
+    def _call(
+        self,
+        operation: str,
+        tensor: Tensor | Sequence[Tensor] | None,
+        function: Callable[..., None],
+        *arguments: Any,
+    ) -> None:
         try:
             function(*arguments)
         except RuntimeError as error:
             raise self._failure(error, operation, tensor) from None
 
-    def _failure(self, error: RuntimeError, operation: str, tensor: Tensor | None) -> CommunicationError:
+    def _failure(
+        self, error: RuntimeError, operation: str, tensor: Tensor | Sequence[Tensor] | None
+    ) -> CommunicationError:
         text = "nothing" if tensor is None else describe(tensor)
         return CommunicationError(str(error), rank=self.ranks[self.rank], operation=operation, tensor=text)
 
@@ -219,6 +236,10 @@ def _addresses(tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:
     return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
 
 
+def _bytes_in(tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:
+    return np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
+
+
 def _check(others: Sequence[Tensor], tensor: Tensor, operation: str) -> None:
     for one in (tensor, *others):
         if one.dtype not in _CODES or not one.is_cpu:
@@ -237,9 +258,3 @@ def _unsupported(operation: str, tensor: Tensor) -> TypeError:
 
 def _names() -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in _CODES)
-
-
-def _written(tensor: Tensor) -> None:
-    """Lets autograd notice, as it would after copy_, that a value saved for backward has changed."""
-    if not tensor.is_inference():
-        increment_version(tensor)

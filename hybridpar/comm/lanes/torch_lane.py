@@ -36,6 +36,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from hybridpar.comm.errors import CommunicationError
 from hybridpar.comm.lanes.attendance import Attendance
 from hybridpar.comm.lanes.lane import Lane, Op, check_reducible, describe, written
+from hybridpar.comm.lanes.memory import bytes_of, deal, joined, room_for
 from hybridpar.comm.lanes.watch import Watch
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -160,6 +161,15 @@ class TorchLane(Lane):
                 sent = torch.cat([part.reshape(-1) for part in inputs]).cpu()
                 self._exchange_and_add(output, sent, [part.numel() for part in inputs])
 
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        received, sent = [bytes_of(output) for output in outputs], [bytes_of(part) for part in inputs]
+        with self._call("all_to_all", describe(inputs)):
+            if self._nccl is not None and inputs[0].is_cuda:
+                self._await(inputs[0], [self._nccl.alltoall(received, sent, dist.AllToAllOptions())])
+            else:
+                self._exchange(received, sent)
+            written(*outputs)
+
     def broadcast(self, tensor: Tensor, root: int) -> None:
         with self._call("broadcast", tensor):
             self._await(tensor, [_broadcast(self._backend(tensor), tensor, root)])
@@ -220,6 +230,16 @@ class TorchLane(Lane):
         rounds = zip_longest(*([(root, piece) for piece in pieces] for root, pieces in split))
         works = [_broadcast(backend, each[1], each[0]) for row in rounds for each in row if each is not None]
         self._await(sent[0][1], works)
+
+    def _exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        """Bytes to and from each rank, through gloo."""
+        room, data = room_for(received), joined(sent)
+        there, here = (room.new_empty(room.numel(), device="cpu"), data.cpu()) if room.is_cuda else (room, data)
+        sizes = [[part.numel() for part in parts] for parts in (received, sent)]
+        self._await(here, [self._gloo.alltoall_base(there, here, *sizes, dist.AllToAllOptions())])
+        if there is not room:
+            room.copy_(there)
+        deal(room, received)
 
     def _exchange_add_gather(self, tensor: Tensor) -> None:
         """All-reduce whose sum is taken in rank order and rounded once."""
@@ -321,7 +341,7 @@ def _broadcast(backend: Any, tensor: Tensor, root: int) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank = root
     # As bytes, which every dtype is made of.
-    return backend.broadcast([tensor.detach().view(-1).view(torch.uint8)], options)
+    return backend.broadcast([bytes_of(tensor)], options)
 
 
 def _keep_for_good(group: Any) -> None:

@@ -207,7 +207,7 @@ class Recorded(Lane):
     def _unused(self, *_: Any) -> Any:
         raise AssertionError
 
-    all_gather = reduce_scatter = broadcast = barrier = split = _unused
+    all_gather = reduce_scatter = all_to_all = broadcast = barrier = split = _unused
 
     def close(self) -> None:
         self._lane.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,11 @@ from hybridpar.comm.lanes.lane import Lane, Op
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
 # What a lane may refuse: with a TypeError, on every rank, before anything is sent.
 OTHER_DTYPES = (torch.float16, torch.int32, torch.int16, torch.int8, torch.bool)
+# All-to-all takes every dtype.
+MOVED_DTYPES = (
+    torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float32, torch.complex64,
+    torch.float8_e5m2,
+)  # fmt: skip
 # What an abort may take on a busy machine. All tests of lanes have time-outs of 20 s and more.
 PROMPTLY = 5.0
 COMBINE: dict[Op, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -161,6 +167,76 @@ def other_dtypes_are_reduced_rightly_or_refused(lane: Lane) -> None:
         assert _works(lane), dtype
 
 
+def all_to_all_takes_uneven_and_empty_parts(lane: Lane) -> None:
+    for dtype in MOVED_DTYPES:
+        for rows in (
+            lambda sender, receiver: 3,
+            lambda sender, receiver: (2 * sender + 3 * receiver + 1) % 5,  # zero for some pairs
+            lambda sender, receiver: 4 * (receiver == (sender + 1) % lane.size),  # one receiver each
+            lambda sender, receiver: (receiver + 1) * (sender == lane.size - 1),  # one sender
+            lambda sender, receiver: 0,
+        ):
+            _check_all_to_all(lane, rows, (), dtype)
+
+
+def all_to_all_takes_tensors_of_several_dimensions_and_of_none(lane: Lane) -> None:
+    for shape in ((2, 3), (0, 2), (1, 1, 5)):
+        _check_all_to_all(lane, lambda sender, receiver: sender + receiver, shape, torch.float32)
+    inputs = [torch.tensor(lane.rank * 10 + receiver) for receiver in range(lane.size)]
+    outputs = [torch.zeros((), dtype=torch.int64) for _ in inputs]
+    lane.all_to_all(outputs, inputs)
+    assert [int(output) for output in outputs] == [sender * 10 + lane.rank for sender in range(lane.size)]
+
+
+def all_to_all_moves_much(lane: Lane) -> None:
+    """More than a lane stages at a time; between some pairs nothing, and not as much to any rank as to another."""
+    for turn in range(3):
+        _check_all_to_all(
+            lane,
+            lambda sender, receiver, turn=turn: (sender * 5 + receiver * 3 + turn) % 4 * 70_001 + receiver,
+            (),
+            torch.float32,
+        )
+        assert _works(lane)
+
+
+def _check_all_to_all(lane: Lane, rows: Callable[[int, int], int], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def part(sender: int, receiver: int) -> torch.Tensor:
+        full = (rows(sender, receiver), *shape)
+        places = torch.arange(math.prod(full))
+        return ((places * (sender + 2) + receiver * 3) % 7 + sender).to(dtype).view(full)
+
+    everyone = range(lane.size)
+    # Once as parts of one tensor, once each by itself.
+    for together in (True, False):
+        inputs = [part(lane.rank, receiver) for receiver in everyone]
+        outputs = [torch.full_like(part(sender, lane.rank), 1) for sender in everyone]
+        if together:
+            inputs = list(torch.cat(inputs).split([len(one) for one in inputs]))
+            outputs = list(torch.cat(outputs).split([len(one) for one in outputs]))
+        lane.all_to_all(outputs, inputs)
+        for other in everyone:
+            got, sent = outputs[other], inputs[other]
+            assert same(got, part(other, lane.rank)), (dtype, shape, other)
+            assert same(sent, part(lane.rank, other)), (dtype, shape, other)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit by bit, also in dtypes of which torch compares nothing."""
+    return one.shape == other.shape and torch.equal(
+        one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
+    )
+
+
+def autograd_sees_what_all_to_all_overwrites(lane: Lane) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    outputs = [torch.full((3,), 2.0) for _ in range(lane.size)]
+    product = (weight * outputs[-1]).sum()
+    lane.all_to_all(outputs, [torch.ones(3) for _ in range(lane.size)])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
 def _refused(call: Callable[..., None], *arguments: object) -> bool:
     try:
         call(*arguments)
@@ -201,6 +277,9 @@ def _check_order(lane: Lane, members: Sequence[int]) -> None:
     mine = torch.empty(1)
     part.reduce_scatter(mine, rows.split(1))
     assert mine.item() == 10 * place * len(members) + sum(members)
+    received = torch.zeros(len(members))
+    part.all_to_all(received.split(1), rows.split(1))
+    assert received.tolist() == [10 * place + member for member in members]
     part.close()
 
 
@@ -268,6 +347,10 @@ CHECKS: tuple[Check, ...] = (
     gather_and_scatter_take_tensors_of_several_dimensions,
     tensors_without_elements_and_without_dimensions_travel,
     other_dtypes_are_reduced_rightly_or_refused,
+    all_to_all_takes_uneven_and_empty_parts,
+    all_to_all_takes_tensors_of_several_dimensions_and_of_none,
+    all_to_all_moves_much,
+    autograd_sees_what_all_to_all_overwrites,
     split_numbers_the_members_in_the_order_given,
     lanes_split_off_for_the_same_members_are_independent,
     abort_ends_a_wait_and_all_later_calls,

@@ -93,8 +93,18 @@ def what_is_too_much_for_one_call_goes_in_parts(lane: Lane) -> None:
         tensor = torch.arange(777) * (lane.rank + 1)
         lane.broadcast(tensor, 2)
         assert torch.equal(tensor, torch.arange(777) * 3)
+        # One more and one less than what goes at a time, too; and pairs that need more messages than others.
+        sizes = [[0, 999, 5001], [1000, 10, 1001], [2000, 1, 0]]
+        outputs = [torch.zeros(sizes[sender][lane.rank], dtype=torch.uint8) for sender in range(lane.size)]
+        lane.all_to_all(outputs, [_bytes_for(lane.rank, to, count) for to, count in enumerate(sizes[lane.rank])])
+        for sender, output in enumerate(outputs):
+            assert torch.equal(output, _bytes_for(sender, lane.rank, sizes[sender][lane.rank])), sender
     finally:
         module.MOST_BYTES = limit
+
+
+def _bytes_for(sender: int, receiver: int, count: int) -> torch.Tensor:
+    return ((torch.arange(count) * 7 + sender * 3 + receiver) % 251).to(torch.uint8)
 
 
 def every_dtype_is_gathered_and_broadcast(lane: Lane) -> None:
@@ -222,6 +232,8 @@ def what_it_cannot_take_is_refused_before_anything_is_sent(lane: Lane) -> None:
         lane.all_reduce(torch.zeros(2, dtype=torch.complex64), "sum")
     with pytest.raises(TypeError, match="expected a CPU tensor, got one on meta"):
         lane.broadcast(torch.zeros(2, device="meta"), 0)
+    with pytest.raises(TypeError, match="all_to_all through MPI: expected a CPU tensor, got one on meta"):
+        lane.all_to_all([torch.zeros(2)] * lane.size, [torch.zeros(2, device="meta")] * lane.size)
     with pytest.raises(ValueError, match="ranks: expected 3 numbers"):
         MpiLane(lane._comm, 1.0, [0, 1])  # type: ignore[attr-defined]
     lane.barrier()
@@ -273,6 +285,16 @@ def a_missing_rank_is_named_at_the_timeout(lanes: dict[str, MpiLane]) -> None:
             lane.all_reduce(torch.ones(2, 3, dtype=torch.bfloat16), "sum")
         with _fails(0.1, "barrier of nothing", "of no more use", "rank 20", "after 0.6 s"):
             lane.barrier()
+    else:
+        time.sleep(1.5)
+
+
+def a_rank_missing_from_an_all_to_all_is_named_at_the_timeout(lanes: dict[str, MpiLane]) -> None:
+    lane = lanes["missing pairs"]
+    if lane.rank != 2:
+        with _fails(5.0, f"rank {10 * lane.rank}: all_to_all of bool[9] in 3 parts failed", "rank 20", "after 0.6 s"):
+            parts = [torch.ones(3, dtype=torch.bool) for _ in range(2 * lane.size)]
+            lane.all_to_all(parts[: lane.size], parts[lane.size :])
     else:
         time.sleep(1.5)
 
@@ -338,6 +360,7 @@ def _after_a_barrier(world: Lane, check: Check) -> Check:
 
 FAILURES: tuple[Check, ...] = (
     a_missing_rank_is_named_at_the_timeout,
+    a_rank_missing_from_an_all_to_all_is_named_at_the_timeout,
     an_abort_ends_the_waits_of_others_at_once,
     an_abort_ends_the_wait_of_another_thread,
     who_comes_late_to_a_meeting_is_not_left_alone_in_it,
@@ -369,7 +392,7 @@ def failures(report: Callable[[Report], None]) -> None:
     """All that must fail in time; then the process ends with a status of its choice."""
     world = _world(30.0)
     watch = Watch(10 * world.rank, world.ranks, lambda value: gather_json(world, value))
-    short = {name: _world(0.6, watch).clone() for name in ("missing", "meeting", "closing", "forked")}
+    short = {name: _world(0.6, watch).clone() for name in ("missing", "missing pairs", "meeting", "closing", "forked")}
     long = {name: _world(30.0, watch).clone() for name in ("aborted", "threads")}
     seen = _run([_after_a_barrier(world, check) for check in FAILURES], short | long)
     report(seen | _run([abort_ends_a_wait_and_all_later_calls], _world(30.0, watch)))

@@ -35,7 +35,7 @@ class TestAloneLane(LaneContract):
 
 
 class TestThreadLane(LaneContract):
-    sizes = (1, 2, 5)
+    sizes = (1, 2, 3, 4, 5)
 
     def verdict(self, check: Check, size: int) -> str | None:
         verdicts = run_threads(size, lambda group: _verdict(check, group.new_lane()), timeout=20)
@@ -152,6 +152,16 @@ def test_thread_ranks_raise_at_once_when_one_of_them_dies() -> None:
         assert (errors[rank].rank, errors[rank].operation, errors[rank].tensor) == (rank, "all_reduce", "float32[3]")
 
 
+def test_thread_ranks_that_mean_different_sizes_all_raise() -> None:
+    def work(group: hp.Group) -> None:
+        inputs = [torch.ones(1 + (group.rank == 2)) for _ in range(group.size)]
+        group.new_lane().all_to_all([torch.zeros(3) if rank == 2 else torch.zeros(1) for rank in range(3)], inputs)
+
+    errors = run_threads(3, work, return_exceptions=True)
+    assert all(isinstance(error, hp.CommunicationError) and error.operation == "all_to_all" for error in errors)
+    assert any("expected 12 bytes from rank 2, got 8; give the same sizes on both ranks" in str(e) for e in errors)
+
+
 def test_one_threads_abort_ends_the_waits_of_all() -> None:
     run_threads(3, one_ranks_abort_ends_the_waits_of_all)
 
@@ -168,15 +178,25 @@ def test_a_wait_ends_at_the_timeout() -> None:
     assert "0.5 s" in str(errors[0])
 
 
-def _leave_early(group: hp.Group) -> str:
+def _leave_early(group: hp.Group) -> list[str]:
+    lane = group.new_lane()
     if group.rank == 1:
-        return "left"
-    started = time.monotonic()
-    with pytest.raises(hp.CommunicationError) as caught:
-        group.all_reduce(torch.ones(3))
-    assert time.monotonic() - started < 30
-    return f"{caught.value.rank} {caught.value.operation} {caught.value.tensor}"
+        return ["left"]
+    parts = torch.ones(6, dtype=torch.bfloat16).split(3)
+    calls: list[Callable[[], Any]] = [
+        lambda: group.all_reduce(torch.ones(3)),
+        lambda: lane.all_to_all([torch.ones_like(part) for part in parts], parts),
+    ]
+    found = []
+    for call in calls:
+        started = time.monotonic()
+        with pytest.raises(hp.CommunicationError) as caught:
+            call()
+        assert time.monotonic() - started < 30
+        found.append(f"{caught.value.rank} {caught.value.operation} {caught.value.tensor}")
+    return found
 
 
 def test_gloo_ranks_raise_when_one_of_them_leaves() -> None:
-    assert run_processes(2, _leave_early, shared_memory=False) == ["0 all_reduce float32[3]", "left"]
+    found = run_processes(2, _leave_early, shared_memory=False)
+    assert found == [["0 all_reduce float32[3]", "0 all_to_all bfloat16[6] in 2 parts"], ["left"]]

@@ -122,7 +122,7 @@ def test_all_else_that_must_work_and_a_process_that_ends_as_usual() -> None:
 def test_failures_come_in_time_and_leave_the_status_of_the_process_alone() -> None:
     outcome = _outcome("failures")
     assert not _problems(outcome)
-    assert all(len(report) == 7 for report in outcome.reports)
+    assert all(len(report) == 8 for report in outcome.reports)
     assert outcome.status == 7, outcome.said
 
 

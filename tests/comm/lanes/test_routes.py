@@ -76,7 +76,7 @@ class Network:
         return float(self._seconds.value)
 
     def link(self, lane: Lane, number: int) -> Lane:
-        reduce, gather, cast = lane.all_reduce, lane.all_gather, lane.broadcast
+        reduce, gather, cast, swap = lane.all_reduce, lane.all_gather, lane.broadcast, lane.all_to_all
 
         def took(size: int) -> None:
             self._seconds.value = max(size / self.bytes_per_second[number] + self.waited[lane.rank], 1e-9)
@@ -94,7 +94,12 @@ class Network:
             # The root has handed its data to the system, and is done.
             took(0 if lane.rank == root else tensor.nbytes)
 
+        def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+            swap(outputs, inputs)
+            took(sum(tensor.nbytes for tensor in (*outputs, *inputs)))
+
         lane.all_reduce, lane.all_gather, lane.broadcast = all_reduce, all_gather, broadcast  # type: ignore[method-assign]
+        lane.all_to_all = all_to_all  # type: ignore[method-assign]
         return lane
 
     def striped(self, group: hp.Group) -> StripedLane:
@@ -186,6 +191,35 @@ def test_a_speed_is_that_of_the_bytes_that_were_sent(monkeypatch: pytest.MonkeyP
     assert run_threads(2, work)[0] == pytest.approx([0.8, 0.2], abs=0.005)
 
 
+def test_shares_follow_the_speeds_of_large_exchanges_between_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank sends, and so the other's lists are of other sizes. What is small takes the fastest lane, and says
+    nothing of its speed: here each call takes a second longer."""
+    network = Network(monkeypatch, 40e6, 10e6)
+
+    def exchange(lane: StripedLane, count: int) -> None:
+        inputs = torch.arange(float(count)).split([0, count]) if lane.rank == 0 else torch.empty(0).split([0, 0])
+        outputs = torch.empty(0).split([0, 0]) if lane.rank == 0 else torch.empty(count).split([count, 0])
+        lane.all_to_all(outputs, inputs)
+        assert lane.rank == 0 or torch.equal(outputs[0], torch.arange(float(count)))
+
+    def work(group: hp.Group) -> list[list[float]]:
+        lane = network.striped(group)
+        found = []
+        for late, count in ((0.0, 250_000), (1.0, 10)):
+            group.barrier()
+            network.waited[:] = [late, late]
+            group.barrier()
+            for _ in range(64):
+                exchange(lane, count)
+            found.append(lane.shares)
+        return found
+
+    ranks = run_threads(2, work)
+    assert ranks[0] == ranks[1], "both ranks have the same shares, bit for bit"
+    for shares in ranks[0]:
+        assert shares == pytest.approx([0.8, 0.2], abs=0.005)
+
+
 def test_small_tensors_take_the_fastest_lane_only() -> None:
     def work(group: hp.Group) -> list[int]:
         lanes = [group.new_lane() for _ in range(2)]
@@ -233,6 +267,58 @@ def _check_that_all_fail(outcomes: list[tuple[BaseException | None, float]], fir
     assert isinstance(errors[0], first), errors
     assert all(isinstance(error, hp.CommunicationError) for error in errors[1:]), errors
     assert max(seconds) < PROMPTLY, seconds
+
+
+@pytest.mark.parametrize("failing", ["local", "cross"])
+def test_what_fails_in_one_part_of_an_all_to_all_ends_the_waits_in_the_other(failing: str) -> None:
+    def work(group: hp.Group) -> tuple[BaseException | None, float]:
+        lane = _composed(group, "aabb")
+        assert isinstance(lane, HierarchicalLane)
+        if group.rank == 0:
+            part: Any = lane._local if failing == "local" else lane._cross
+            part.all_to_all = _die
+        parts = torch.ones(4).split(1)
+        return _error_of(lambda: lane.all_to_all([torch.zeros(1) for _ in parts], parts))
+
+    _check_that_all_fail(run_threads(4, work, timeout=20), KeyError)
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_ranks_of_two_hosts_that_mean_different_sizes_all_raise(shared_memory: bool) -> None:
+    """Rank 3 of one host expects of rank 0 of the other what it does not send."""
+
+    def work(group: hp.Group) -> tuple[BaseException | None, float]:
+        lane = _composed(group, "aabb", shared_memory=shared_memory)
+        outputs = [torch.zeros(7 if (group.rank, other) == (3, 0) else 5) for other in range(4)]
+        outcome = _error_of(lambda: lane.all_to_all(outputs, torch.ones(20).split(5)))
+        # Those of the other host may have been done.
+        return outcome if outcome[0] is not None else _error_of(lane.barrier)
+
+    _check_that_all_fail(run_threads(4, work, timeout=20), hp.CommunicationError)
+
+
+def test_hosts_exchange_each_byte_once_and_a_message_a_carrier() -> None:
+    """Of 3 hosts with 2 ranks: what is sent across is what ranks send to other hosts, and sizes."""
+    counts = [[(sender * 7 + receiver * 3) % 11 for receiver in range(6)] for sender in range(6)]
+
+    def work(group: hp.Group) -> list[list[int]]:
+        lane = _composed(group, "aabbcc")
+        assert isinstance(lane, HierarchicalLane) and lane._cross is not None
+        sent, plain = [], lane._cross.all_to_all
+
+        def counted(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+            sent.append([part.nbytes for part in inputs])
+            plain(outputs, inputs)
+
+        lane._cross.all_to_all = counted  # type: ignore[method-assign]
+        inputs = [torch.ones(count, dtype=torch.uint8) for count in counts[group.rank]]
+        lane.all_to_all([torch.empty(row[group.rank], dtype=torch.uint8) for row in counts], inputs)
+        return sent
+
+    for rank, (sizes, data) in enumerate(run_threads(6, work, timeout=30)):
+        here = rank // 2
+        assert sizes == [0 if host == here else 16 for host in range(3)]
+        assert data == [0 if host == here else sum(counts[rank][2 * host : 2 * host + 2]) for host in range(3)]
 
 
 @pytest.mark.parametrize("failing", ["local", "cross"])
@@ -315,6 +401,8 @@ def test_any_route_works_like_torch(
     inputs = [_values(rank, sum(sizes[:size]), dtype) for rank in range(size)]
     expected = COMBINE[op](torch.stack(inputs).double()) if inputs[0].numel() else inputs[0].double()
     total = torch.stack(inputs).double().sum(0).split(sizes[:size])
+    # What rank r sends to each: the same sizes, dealt from another place on.
+    splits = [sizes[:size][rank:] + sizes[:size][:rank] for rank in range(size)]
     striped: list[bool] = []
 
     def check(lane: Lane, rank: int) -> None:
@@ -327,6 +415,10 @@ def test_any_route_works_like_torch(
         gathered = torch.full_like(inputs[rank], 77)
         lane.all_gather(gathered.split(sizes[:size]), inputs[rank].split(sizes[:size])[rank])
         assert torch.equal(gathered, torch.cat([inputs[other].split(sizes[:size])[other] for other in range(size)]))
+        received = torch.full((sum(split[rank] for split in splits),), 77, dtype=dtype)
+        lane.all_to_all(received.split([split[rank] for split in splits]), inputs[rank].split(splits[rank]))
+        expected_parts = [inputs[other].split(splits[other])[rank] for other in range(size)]
+        assert torch.equal(received, torch.cat(expected_parts))
         tensor = inputs[rank].clone()
         lane.broadcast(tensor, size - 1)
         assert torch.equal(tensor, inputs[-1])

@@ -19,7 +19,7 @@ import torch
 import hybridpar as hp
 import hybridpar.kernels._native as _native
 from hybridpar.comm.lanes.host_lane import HostLane
-from hybridpar.comm.lanes.lane import Lane
+from hybridpar.comm.lanes.lane import AloneLane, Lane
 from hybridpar.comm.lanes.segments import remove_stale, share
 from hybridpar.comm.lanes.shm_lane import ShmLane
 from tests.ranks import free_port, run_shared_threads, run_threads
@@ -47,6 +47,7 @@ def _work_until_someone_dies(rank: int, size: int, port: int, kind: str, answers
                 lane._shared.clone().close()
             group.all_reduce(bucket if kind == "bucket" else value)
             group.all_gather(value[: 10 * rank], [10 * other for other in range(size)])
+            lane.all_to_all(value.split(100_000), torch.ones(300_000).split(100_000))
     except hp.CommunicationError as error:
         answers.send((time.time(), str(error)))
     os._exit(0)
@@ -235,6 +236,32 @@ def test_ranks_that_mean_different_parts_all_raise(collective: str, call: Any, o
         assert "the ranks do different things" in str(error)
     for text in expected:
         assert text in str(errors[0])
+
+
+def test_senders_and_receivers_that_mean_different_sizes_all_raise() -> None:
+    """What rank 2 sends to rank 0 is not what rank 0 expects; rank 1 has no part in it."""
+
+    def work(lane: Lane) -> None:
+        outputs = [torch.zeros(5, dtype=torch.bool) for _ in range(lane.size)]
+        inputs = [torch.ones(5 + (lane.rank == 2 and to == 0), dtype=torch.bool) for to in range(lane.size)]
+        lane.all_to_all(outputs, inputs)
+
+    errors = run_shared_threads(3, work, timeout=20, return_exceptions=True)
+    for rank, error in enumerate(errors):
+        assert isinstance(error, hp.CommunicationError)
+        assert (error.rank, error.operation) == (rank, "all_to_all")
+        assert f"rank 2 (process {os.getpid()}) sends 6 bytes to rank 0 " in str(error), error
+        assert "which expects 5; give the output of one the size of the input of the other" in str(error)
+
+
+@pytest.mark.parametrize("wrong", ["inputs", "outputs"])
+def test_an_all_to_all_without_a_tensor_for_each_rank_is_refused(wrong: str) -> None:
+    lane = ShmLane(AloneLane(), 10)
+    one, two = [torch.ones(1)], [torch.ones(1)] * 2
+    with pytest.raises(ValueError, match="expected one input and one output for each of 1 ranks"):
+        lane.all_to_all(*((one, two) if wrong == "inputs" else (two, one)))
+    with pytest.raises(TypeError, match=r"expected CPU tensors, got float32\[1\] on meta"):
+        lane.all_to_all(one, [torch.ones(1, device="meta")])
 
 
 def test_errors_call_ranks_by_their_number_in_the_whole_job() -> None:

@@ -44,7 +44,7 @@ def _verdict(check: Check, lane: Lane) -> str | None:
 
 
 class TestShmLaneOnThreads(LaneContract):
-    sizes = (1, 2, 5)
+    sizes = (1, 2, 3, 4, 5)
 
     def verdict(self, check: Check, size: int) -> str | None:
         verdicts = run_shared_threads(size, functools.partial(_verdict, check), timeout=20)
