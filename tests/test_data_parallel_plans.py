@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import hybridpar as hp
 from hybridpar.comm.engine import pace, tuner
 from hybridpar.comm.engine.plan import Plan
 from hybridpar.comm.engine.wire import Wire
+from hybridpar.comm.group import thread_groups
+from hybridpar.comm.lanes import compressed_lane
 from hybridpar.comm.timeline.timeline import Timeline
 from tests.head.cases import errors_of
 from tests.ranks import run_processes, run_threads
@@ -252,3 +255,32 @@ def test_processes_reach_the_same_parameters() -> None:
             for name, value in expected[number].items():
                 assert (ours[number][name] == theirs[number][name]).all()
                 assert ours[number][name] == pytest.approx(value, rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize("wire", [Wire(), Wire(torch.bfloat16), Wire(torch.bfloat16, error_feedback=True)])
+@pytest.mark.parametrize(("ranks", "hosts"), [(4, 2), (3, 3)])
+def test_compressed_exponents_change_no_bit_of_a_training(
+    wire: Wire, ranks: int, hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compressed_lane, "_LEAST_BYTES", 64)  # the model is small
+    start = _model()
+
+    def trained(compress_exponents: bool) -> dict[str, Tensor]:
+        def work(group: Any) -> dict[str, Tensor]:
+            plan = Plan(4000, 2, wire=wire, compress_exponents=compress_exponents)
+            parallel = hp.DataParallel(copy.deepcopy(start), group=group, plan=plan)
+            _train(parallel, [group.rank], 6)
+            assert parallel.report()["plan"]["compress_exponents"] is compress_exponents
+            return copy.deepcopy(parallel.state_dict())
+
+        with ThreadPoolExecutor(ranks) as pool:
+            first, *others = pool.map(work, thread_groups(ranks, hosts=hosts))
+        assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+        return first
+
+    plain, compressed = trained(False), trained(True)
+    for name, value in plain.items():
+        if wire.dtype is None or hosts == 2:
+            assert torch.equal(compressed[name], value), name
+        else:  # lanes of threads round bfloat16 after every addition
+            torch.testing.assert_close(compressed[name], value, rtol=0.02, atol=0.02)

@@ -39,6 +39,12 @@ TWO_HOSTS = {
     "striped": {"route": "striped", "interfaces": ["net0", "net1"]},
     "hierarchical": {"route": "hierarchical", "interfaces": ["net0"]},
     "striped inside hierarchical": {"route": "hierarchical", "interfaces": ["net0", "net1"]},
+    "compressed": {"route": "flat", "interfaces": ["net0"], "compress_exponents": True},
+    "compressed inside hierarchical": {
+        "route": "hierarchical",
+        "interfaces": ["net0", "net1"],
+        "compress_exponents": True,
+    },
 }
 
 

@@ -57,10 +57,12 @@ def _reduce_until_an_error(
     shared_memory: bool,
     seed: int,
     mistaken: int | None,
+    compress_exponents: bool = False,
     timeout: float,
 ) -> tuple[dict[str, Any], hp.Group]:
     group = hp.init(timeout=timeout, interfaces=interfaces, shared_memory=shared_memory)
-    engine = Engine(group, plan=Plan(bucket_bytes=64 << 10, tracks=tracks, route=route))  # type: ignore[arg-type]
+    plan = Plan(64 << 10, tracks, route, compress_exponents=compress_exponents)  # type: ignore[arg-type]
+    engine = Engine(group, plan=plan)
     draw = random.Random(seed)  # noqa: S311
     tensors = [torch.ones(draw.choice([1, 100, 5_000, 20_000, 100_000])) for _ in range(12)]
     engine.register([f"tensor {index}" for index in range(len(tensors))], tensors)

@@ -1,4 +1,4 @@
-"""The compressed form of values: every bit comes back, lengths are what the format says, and broken bytes are refused."""
+"""The compressed form of values: every bit comes back, lengths are as promised, and broken bytes are refused."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -226,7 +227,7 @@ class TorchLane(Lane):
             return
         backend = self._backend(sent[0][1])
         step = max(tensor.nbytes for _, tensor in sent) if backend is self._nccl else _PIECE
-        split = [(root, as_bytes(tensor).split(step)) for root, tensor in sent]
+        split = [(root, bytes_of(tensor).split(step)) for root, tensor in sent]
         rounds = zip_longest(*([(root, piece) for piece in pieces] for root, pieces in split))
         works = [_broadcast(backend, each[1], each[0]) for row in rounds for each in row if each is not None]
         self._await(sent[0][1], works)

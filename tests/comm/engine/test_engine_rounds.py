@@ -145,11 +145,11 @@ def test_buckets_are_delivered_one_by_one_in_any_order() -> None:
 class Counting(hp.Group):
     """Notes the route of every further lane."""
 
-    routes: list[str]
+    routes: list[tuple[str, bool]]
 
-    def new_lane(self, route: Route = "auto") -> Lane:
-        self.routes.append(route)
-        return super().new_lane(route)
+    def new_lane(self, route: Route = "auto", compress_exponents: bool = False) -> Lane:
+        self.routes.append((route, compress_exponents))
+        return super().new_lane(route, compress_exponents)
 
 
 def test_lanes_of_a_route_serve_again_after_a_replan() -> None:
@@ -157,11 +157,12 @@ def test_lanes_of_a_route_serve_again_after_a_replan() -> None:
         watched = Counting(group._lane, group.topology)
         watched.routes = []
         engine = _engine(watched, [2, 2, 2], plan=Plan(8, 2))
-        for plan in (Plan(8, 1), Plan(8, 3), Plan(8, 2, "flat"), Plan(8, 3), Plan()):
+        short = Plan(8, 1, compress_exponents=True)
+        for plan in (Plan(8, 1), Plan(8, 3), Plan(8, 2, "flat"), short, Plan(8, 3), short, Plan()):
             engine.replan(plan)
             assert engine.plan == plan.resolved(1)
             assert [t.tolist() for t in _play(engine, {i: torch.ones(2) for i in range(3)}).values()] == [[2.0] * 2] * 3
-        assert watched.routes == ["auto", "auto", "auto", "flat", "flat"]
+        assert watched.routes == [("auto", False)] * 3 + [("flat", False)] * 2 + [("auto", True)]
         engine.close()
 
     run_threads(2, work)
@@ -219,12 +220,11 @@ class RecordedGroup(hp.Group):
     gates: list[threading.Event | None]
     logs: list[list[tuple[str, int]]]
 
-    def new_lane(self, route: Route = "auto") -> Lane:
+    def new_lane(self, route: Route = "auto", compress_exponents: bool = False) -> Lane:
         number = len(self.logs)
         self.logs.append([])
-        return Recorded(
-            super().new_lane(route), self.logs[-1], self.gates[number] if number < len(self.gates) else None
-        )
+        gate = self.gates[number] if number < len(self.gates) else None
+        return Recorded(super().new_lane(route, compress_exponents), self.logs[-1], gate)
 
 
 def _recorded(group: Any, *gates: threading.Event | None) -> RecordedGroup:

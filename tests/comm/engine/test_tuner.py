@@ -29,6 +29,7 @@ from tests.ranks import run_threads
 MB = 1 << 20
 HALF = Wire(torch.bfloat16)
 GRID = candidate_grid([4, 4], 2, 500 * MB, [Wire(), HALF])
+PROPERTIES = ("route", "bucket_bytes", "tracks", "wire", "compress_exponents")
 SHORT = TunerSettings(first=1, warmup=1, measured=3)
 
 
@@ -38,7 +39,7 @@ class Network:
     def __init__(self, seed: int, least_gap: float, candidates: Sequence[Plan] = GRID) -> None:
         draw = np.random.default_rng(seed)
         self.factors: dict[Any, float] = {}
-        for name in ("route", "bucket_bytes", "tracks", "wire"):
+        for name in PROPERTIES:
             values = list(dict.fromkeys(getattr(plan, name) for plan in candidates))
             draw.shuffle(values)
             factor = 1.0
@@ -48,9 +49,7 @@ class Network:
         self.noise = np.random.default_rng(seed + 1)
 
     def seconds(self, plan: Plan) -> float:
-        return 0.1 * math.prod(
-            self.factors[name, getattr(plan, name)] for name in ("route", "bucket_bytes", "tracks", "wire")
-        )
+        return 0.1 * math.prod(self.factors[name, getattr(plan, name)] for name in PROPERTIES)
 
     def noisy(self, plan: Plan) -> float:
         """With 2 % of noise, and every tenth step taking half as long again."""
@@ -83,9 +82,9 @@ def test_the_best_plan_is_found_where_plans_differ_by_more_than_the_margin(seed:
     start = report["trials"][0]["seconds"]
     assert report["why"].count(GRID[0].describe()) == (0 if tuner.plan == GRID[0] else 1)
     assert (f"at first {1e3 * start:.2f}" in report["why"]) == (tuner.plan != GRID[0])
-    # All but a few of the 48 plans are never tried.
-    assert report["steps"] <= 22 * 13 + 5
-    assert len(GRID) == 48
+    # All but a few of the 96 plans are never tried.
+    assert report["steps"] <= 26 * 13 + 5
+    assert len(GRID) == 96
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -94,7 +93,7 @@ def test_the_plan_found_is_within_the_margin_of_the_best_for_each_property(seed:
     tuner = Tuner(hp.Group.alone(), GRID, key="model")
     drive(tuner, network.noisy)
     best, found = min(GRID, key=network.seconds), tuner.plan
-    for name in ("route", "bucket_bytes", "tracks", "wire"):
+    for name in PROPERTIES:
         # Twice the margin: a second one for the noise of the measurement.
         assert network.factors[name, getattr(found, name)] <= 1.06 * network.factors[name, getattr(best, name)], name
 
@@ -346,7 +345,15 @@ def test_the_grid_holds_what_can_make_a_difference() -> None:
     assert values("bucket_bytes", full) == {MB, 4 * MB, 16 * MB, 64 * MB}
     # With 10 MiB in all, buckets of 16 MiB are one bucket, and so are those of 64 MiB.
     assert values("bucket_bytes", candidate_grid([4], 1, 10 * MB)) == {MB, 4 * MB, 16 * MB}
-    assert candidate_grid([2, 2], 1, 1000) == [Plan(MB, 1, "auto"), Plan(MB, 1, "flat")]
+    assert values("compress_exponents", one_host) == {False}
+    few = candidate_grid([2, 2], 1, 1000, [Wire(), Wire(torch.float16), Wire(top_k=0.1)])
+    assert [(plan.route, plan.wire, plan.compress_exponents) for plan in few] == [
+        (route, wire, compressed)
+        for route in ("auto", "flat")
+        for compressed in (False, True)
+        for wire in (Wire(), Wire(torch.float16), Wire(top_k=0.1))
+        if not compressed or wire == Wire()
+    ]
     for arguments in (([], 1, MB), ([2, 0], 1, MB), ([2], 1, MB, []), ([2], 1, MB, [Wire(), Wire()])):
         with pytest.raises(ValueError, match="expected"):
             candidate_grid(*arguments)

@@ -32,6 +32,13 @@ CPU = torch.device("cpu")
         (lambda: Plan(tracks=True), TypeError, "tracks: expected an int, got True"),
         (lambda: Plan(route="ring"), ValueError, "route: expected one of 'auto', .* got 'ring'"),
         (lambda: Plan(wire=BF16), TypeError, "wire: expected a Wire, got torch.bfloat16"),
+        (lambda: Plan(compress_exponents=1), TypeError, "compress_exponents: expected True or False, got 1"),
+        (
+            lambda: Plan(compress_exponents=True, wire=Wire(FP16)),
+            ValueError,
+            "compress_exponents: expected a wire of float32 or bfloat16 values, got float16",
+        ),
+        (lambda: Plan(compress_exponents=True, wire=Wire(top_k=0.1)), ValueError, "got own dtype, the largest 10 %"),
         (lambda: Plan.from_json({"lanes": 2}), ValueError, "got also \\['lanes'\\]"),
         (lambda: Wire(torch.float32), ValueError, "dtype: expected torch.bfloat16, .* got torch.float32"),
         (lambda: Wire(BF16, error_feedback=1), TypeError, "error_feedback: expected True or False, got 1"),
@@ -60,6 +67,10 @@ def test_what_a_plan_cannot_be_is_refused(make: Any, kind: type[Exception], mess
         (
             Plan(100, 2, "striped", Wire(FP16, top_k=0.01)),
             "buckets of 100 B on 2 tracks, route striped, wire: float16, the largest 1 % of the values, error feedback",
+        ),
+        (
+            Plan(wire=Wire(BF16), compress_exponents=True),
+            "fitting buckets on fitting tracks, route auto, wire: bfloat16, exponents compressed between hosts",
         ),
     ],
 )

@@ -182,7 +182,7 @@ def test_the_engine_packs_into_shared_memory() -> None:
                 return super().allocate(numel, dtype, device)
 
         class WatchedGroup(hp.Group):
-            def new_lane(self, route: Route = "auto") -> Lane:
+            def new_lane(self, route: Route = "auto", compress_exponents: bool = False) -> Lane:
                 return Watched(lane, 20)
 
         engine = Engine(WatchedGroup(lane, hp.Group.alone().topology), plan=Plan(bucket_bytes=4000))
