@@ -32,6 +32,27 @@ def test_all_gather_concatenates_and_reduce_scatter_sums_the_rows(size: int) -> 
     run_threads(size, work)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("told", [False, True])
+def test_all_to_all_gives_each_rank_the_rows_that_are_for_it(size: int, told: bool) -> None:
+    counts = [[(2 * sender + receiver) % 4 for receiver in range(size)] for sender in range(size)]
+    rows = [[torch.full((count, 2), 10.0 * s + r) for r, count in enumerate(row)] for s, row in enumerate(counts)]
+
+    def work(group: hp.Group) -> None:
+        rank = group.rank
+        received = [row[rank] for row in counts] if told else None
+        found = group.all_to_all(torch.cat(rows[rank]), counts[rank], received)
+        assert torch.equal(found, torch.cat([row[rank] for row in rows]))
+        even = group.all_to_all(torch.arange(2 * size).bool())
+        assert torch.equal(even, torch.arange(2 * size).bool().view(size, 2)[rank].repeat(size))
+        columns = torch.arange(2.0 * size).view(2, size).T + 100 * rank  # not contiguous
+        expected = [[rank + 100.0 * other, rank + size + 100.0 * other] for other in range(size)]
+        assert group.all_to_all(columns.requires_grad_()).tolist() == expected
+        assert group.all_to_all(torch.tensor(counts[rank])).tolist() == [row[rank] for row in counts]
+
+    run_threads(size, work)
+
+
 def test_values_of_any_length_travel_as_json() -> None:
     def work(group: hp.Group) -> None:
         value = {"rank": group.rank, "text": "ü" * (10 * group.rank), "nothing": None}
@@ -51,12 +72,22 @@ def test_wrong_sizes_are_refused_before_anything_is_sent() -> None:
         group.all_gather(torch.zeros(2, 2), [1, 1])
     with pytest.raises(ValueError, match="expected 3 rows"):
         group.reduce_scatter(torch.zeros(2, 2), [3])
+    with pytest.raises(ValueError, match=r"expected 3 rows as sizes \[3\] say, got 2"):
+        group.all_to_all(torch.zeros(2, 2), [3])
+    with pytest.raises(ValueError, match="one size for each of 1 ranks, got 2"):
+        group.all_to_all(torch.zeros(2, 2), [2], [1, 1])
+    with pytest.raises(ValueError, match="without dimensions"):
+        group.all_to_all(torch.tensor(1.0))
     with pytest.raises(ValueError, match="contiguous"):
         group.all_reduce(torch.zeros(2, 3).T)
 
     def uneven(group: hp.Group) -> None:
         with pytest.raises(ValueError, match="divisible by 2"):
             group.reduce_scatter(torch.zeros(3))
+        with pytest.raises(ValueError, match="divisible by 2"):
+            group.all_to_all(torch.zeros(3))
+        with pytest.raises(ValueError, match=r"expected 2 rows as sizes \[3, -1\]"):
+            group.all_to_all(torch.zeros(2), [3, -1])
 
     run_threads(2, uneven)
 

@@ -108,19 +108,19 @@ class Executor:
         return tensor
 
     def _all_to_all(self, tensor: Tensor, splits: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
-        """Lanes know no exchange of pairs: every rank sees all that is sent, and takes its part.
+        """Gives what was received, one rank's rows behind the other's, and how many there are of each.
 
         Args:
             splits: how many rows each rank sends to each.
         """
         me = self._lane.rank
-        everything = self._gather(tensor, [sum(rows) for rows in splits])
-        parts, start = [], 0
-        for rows in splits:
-            before = start + sum(rows[:me])
-            parts.append(everything[before : before + rows[me]])
-            start += sum(rows)
-        return torch.cat(parts), [rows[me] for rows in splits]
+        counts = [rows[me] for rows in splits]
+        received = tensor.new_empty((sum(counts), *tensor.shape[1:]))
+        row = math.prod(tensor.shape[1:]) * tensor.element_size()
+        if row and any(map(any, splits)):
+            outputs = _bytes(received).split([count * row for count in counts])
+            self._lane.all_to_all(outputs, _bytes(tensor.contiguous()).split([count * row for count in splits[me]]))
+        return received, counts
 
     def _reduce_scatter(self, request: Request, tensor: Tensor) -> Tensor:
         """[rows, ...] -> this rank's share of the rows: where that is uneven the first ranks get one more."""

@@ -128,6 +128,23 @@ def reduce_scatter_single(
             reduce_scatter(lane, output, tensor.reshape(-1).split(output.numel()), reduction)
 
 
+def all_to_all(lane: Lane, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """``outputs[r]`` becomes the ``inputs[rank]`` of rank r."""
+    flats = [_moved(output) for output in outputs]
+    lane.all_to_all(flats, [_moved(part) for part in inputs])
+    for flat, output in zip(flats, outputs, strict=True):
+        _put(flat, output)
+
+
+def all_to_all_single(
+    lane: Lane, output: Tensor, tensor: Tensor, output_rows: Sequence[int], input_rows: Sequence[int]
+) -> None:
+    """The same for rows of one tensor."""
+    flat, own = _moved(output), _moved(tensor)
+    lane.all_to_all(_rows(flat, output_rows), _rows(own, input_rows))
+    _put(flat, output)
+
+
 def broadcast(lane: Lane, tensor: Tensor, root: int) -> None:
     """``tensor`` becomes that of rank ``root``."""
     flat = _moved(tensor)
@@ -139,27 +156,6 @@ def broadcast(lane: Lane, tensor: Tensor, root: int) -> None:
 def barrier(lane: Lane) -> None:
     """Return when every rank has called."""
     lane.barrier()
-
-
-def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Their values, one after the other, [numel of all]."""
-    return torch.cat([_flat(tensor) for tensor in tensors])
-
-
-def sizes_of(tensors: Sequence[Tensor]) -> list[int]:
-    """How many of the values of ``joined`` are of each."""
-    return [tensor.numel() * (1 + tensor.is_complex()) for tensor in tensors]
-
-
-def room_for(tensors: Sequence[Tensor]) -> Tensor:
-    """Uninitialised memory for the values of all of them."""
-    return torch.empty(sum(sizes_of(tensors)), dtype=tensors[0].dtype.to_real())
-
-
-def deal(values: Tensor, tensors: Sequence[Tensor]) -> None:
-    """The inverse of ``joined``: fill the tensors."""
-    for part, tensor in zip(values.split(sizes_of(tensors)), tensors, strict=True):
-        _put(part, tensor)
 
 
 def _factors(reduction: Reduction, dtype: torch.dtype, size: int) -> tuple[float | Tensor | None, int | None]:
@@ -183,6 +179,12 @@ def _moved(tensor: Tensor) -> Tensor:
     """The values as a lane moves them: as ``_flat``, dtypes that lanes do not know as bytes."""
     flat = _flat(tensor)
     return flat if flat.dtype in DTYPES else flat.view(torch.uint8)
+
+
+def _rows(flat: Tensor, rows: Sequence[int]) -> Sequence[Tensor]:
+    """Parts of so many rows each; together they are all of the values."""
+    row = flat.numel() // max(1, sum(rows))
+    return list(flat.split([count * row for count in rows]))
 
 
 def _put(flat: Tensor, tensor: Tensor) -> None:

@@ -1,13 +1,12 @@
 """torch.distributed's face: ``init_process_group("hybridpar")``.
 
 CPU tensors travel on a lane: through shared memory inside a host, by the hierarchical route across hosts. What a lane
-does not know (point to point, gather, scatter, all-to-all, products, rare dtypes) goes to a gloo of the group's own.
+does not know (point to point, gather, scatter, products, rare dtypes) goes to a gloo of the group's own.
 CUDA tensors go to NCCL, with torch's own streams and works.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from hybridpar.comm.group import connect
 from hybridpar.comm.lanes.torch_lane import new_gloo, new_nccl
-from hybridpar.comm.torch_face import collectives as collectives
+from hybridpar.comm.torch_face import checks, collectives
 from hybridpar.comm.torch_face.collectives import Reduction
 from hybridpar.comm.torch_face.work import Calls, TorchWork, named
 from hybridpar.topology import Topology, detect
@@ -147,7 +146,8 @@ class HybridProcessGroup(_ProcessGroup):  # type: ignore[misc]
         opts: c10d.ReduceScatterOptions = _REDUCE_SCATTER,
     ) -> dist.Work:
         output, inputs = output_tensors[0], input_tensors[0]
-        self._check_sizes("reduce_scatter", inputs, output, "output")
+        checks.one_each("reduce_scatter", inputs, self.size(), "input")
+        checks.own_size("reduce_scatter", inputs[self.rank()], output, "output")
         reduction = self._reduction(output, opts.reduceOp, "reduce_scatter")
         if reduction is None:
             involved = [output, *inputs]
@@ -164,7 +164,7 @@ class HybridProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: c10d.ReduceScatterOptions = _REDUCE_SCATTER
     ) -> dist.Work:
         for output, tensor in zip(outputs, inputs, strict=True):
-            self._check_whole("reduce_scatter", tensor, "input", output, "output")
+            checks.whole("reduce_scatter", tensor, "input", output, "output", self.size())
         reductions = [self._reduction(output, opts.reduceOp, "reduce_scatter") for output in outputs]
         if None in reductions:
             pairs = list(zip(outputs, inputs, strict=True))
@@ -186,7 +186,8 @@ class HybridProcessGroup(_ProcessGroup):  # type: ignore[misc]
         outputs, tensor = output_tensors[0], input_tensors[0]
         if not _is_plain(tensor):
             return self._torch("all_gather", [tensor, *outputs], "allgather", output_tensors, input_tensors, opts)
-        self._check_sizes("all_gather", outputs, tensor, "input")
+        checks.one_each("all_gather", outputs, self.size(), "output")
+        checks.own_size("all_gather", outputs[self.rank()], tensor, "input")
         return self._calls.run("all_gather", opts, outputs, collectives.all_gather, outputs, tensor)
 
     def allgather_coalesced(
@@ -208,11 +209,43 @@ class HybridProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: c10d.AllgatherOptions = _ALL_GATHER
     ) -> dist.Work:
         for output, tensor in zip(outputs, inputs, strict=True):
-            self._check_whole("all_gather", output, "output", tensor, "input")
+            checks.whole("all_gather", output, "output", tensor, "input", self.size())
         if not all(map(_is_plain, inputs)):
             pairs = list(zip(outputs, inputs, strict=True))
             return self._torch_pairs("all_gather", "_allgather_base", pairs, opts)
         return self._calls.run("all_gather", opts, outputs, collectives.all_gather_single, outputs, inputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: c10d.AllToAllOptions = _ALL_TO_ALL,
+    ) -> dist.Work:
+        """Sizes are rows; none stand for parts of equal sizes."""
+        if not (_is_plain(output) and _is_plain(input)):
+            arguments = output, input, output_split_sizes, input_split_sizes, opts
+            return self._torch("all_to_all", [output, input], "alltoall_base", *arguments)
+        checks.one_dtype("all_to_all", [output, input])
+        rows = [
+            checks.splits(tensor, sizes, self.size(), name)
+            for tensor, sizes, name in ((output, output_split_sizes, "output"), (input, input_split_sizes, "input"))
+        ]
+        function = collectives.all_to_all_single
+        return self._calls.run("all_to_all", opts, [output], function, output, input, *rows)
+
+    def alltoall(
+        self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: c10d.AllToAllOptions = _ALL_TO_ALL
+    ) -> dist.Work:
+        involved = [*output_tensors, *input_tensors]
+        if not all(map(_is_plain, involved)):
+            return self._torch("all_to_all", involved, "alltoall", output_tensors, input_tensors, opts)
+        for parts, name in ((output_tensors, "output"), (input_tensors, "input")):
+            checks.one_each("all_to_all", parts, self.size(), name)
+        checks.one_dtype("all_to_all", involved)
+        function = collectives.all_to_all
+        return self._calls.run("all_to_all", opts, output_tensors, function, output_tensors, input_tensors)
 
     def barrier(self, opts: c10d.BarrierOptions = _BARRIER) -> dist.Work:
         if opts.device is not None and opts.device.type == "cuda" and self._cuda is not None:
@@ -232,30 +265,6 @@ class HybridProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         involved = [output_tensors[0], *(input_tensors[0] if input_tensors else [])]
         return self._torch("scatter", involved, "scatter", output_tensors, input_tensors, opts)
-
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: list[int],
-        input_split_sizes: list[int],
-        opts: c10d.AllToAllOptions = _ALL_TO_ALL,
-    ) -> dist.Work:
-        arguments = output, input, output_split_sizes, input_split_sizes, opts
-        return self._torch("all_to_all", [output, input], "alltoall_base", *arguments)
-
-    def alltoall(
-        self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: c10d.AllToAllOptions = _ALL_TO_ALL
-    ) -> dist.Work:
-        if not (_is_plain(output_tensors[0]) and _is_plain(input_tensors[0])):
-            involved = [*output_tensors, *input_tensors]
-            return self._torch("all_to_all", involved, "alltoall", output_tensors, input_tensors, opts)
-        # gloo's own takes lists of equal sizes only.
-        given, taken = collectives.joined(input_tensors), collectives.room_for(output_tensors)
-        sizes = collectives.sizes_of(output_tensors), collectives.sizes_of(input_tensors)
-        work = self._issued("all_to_all", [taken, given], "alltoall_base", taken, given, *sizes, opts)
-        finish = functools.partial(collectives.deal, taken, output_tensors)
-        return TorchWork(work, self._calls, "all_to_all", output_tensors, finish)
 
     def send(self, tensors: list[Tensor], dst_rank: int, tag: int) -> dist.Work:
         return self._torch(f"send to rank {self._ranks[dst_rank]}", tensors, "send", tensors, dst_rank, tag)
@@ -340,15 +349,12 @@ class HybridProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _torch(self, operation: str, tensors: Sequence[Tensor], method: str, *arguments: Any) -> dist.Work:
         """Let torch's own backend for these tensors do it."""
-        work = self._issued(operation, tensors, method, *arguments)
-        on_nccl = tensors[0].is_cuda and self._cuda is not self._gloo
-        return work if on_nccl else TorchWork(work, self._calls, operation, tensors)
-
-    def _issued(self, operation: str, tensors: Sequence[Tensor], method: str, *arguments: Any) -> dist.Work:
         try:
-            return cast("dist.Work", getattr(self._backend(operation, tensors), method)(*arguments))
+            work = cast("dist.Work", getattr(self._backend(operation, tensors), method)(*arguments))
         except RuntimeError as error:
             raise self._calls.error(f"{self._calls.blame()}{error}", operation, tensors) from error
+        on_nccl = tensors[0].is_cuda and self._cuda is not self._gloo
+        return work if on_nccl else TorchWork(work, self._calls, operation, tensors)
 
     def _torch_pairs(
         self, operation: str, method: str, pairs: Sequence[tuple[Tensor, Tensor]], options: Any
@@ -376,23 +382,6 @@ class HybridProcessGroup(_ProcessGroup):  # type: ignore[misc]
                     f"{operation}: expected contiguous tensors, got strides {tensor.stride()}; call contiguous() first"
                 )
         return self._gloo
-
-    def _check_sizes(self, operation: str, parts: Sequence[Tensor], own: Tensor, name: str) -> None:
-        if len(parts) != self.size():
-            raise ValueError(f"{operation}: expected one tensor for each of {self.size()} ranks, got {len(parts)}")
-        if (expected := parts[self.rank()].numel()) != own.numel():
-            raise ValueError(f"{operation}: expected {expected} values of {name} as in the list, got {own.numel()}")
-
-    def _check_whole(self, operation: str, whole: Tensor, name: str, part: Tensor, part_name: str) -> None:
-        if whole.numel() != part.numel() * self.size():
-            raise ValueError(
-                f"{operation}: expected {name} of {self.size()} x {part.numel()} values, {self.size()} times "
-                f"{part_name}, got {whole.numel()}"
-            )
-        if whole.dtype != part.dtype:
-            raise TypeError(
-                f"{operation}: expected {name} and {part_name} of one dtype, got {whole.dtype}, {part.dtype}"
-            )
 
 
 def _is_plain(tensor: Tensor) -> bool:

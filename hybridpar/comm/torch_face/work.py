@@ -290,23 +290,11 @@ class LaneWork(dist.Work):
 
 
 class TorchWork(dist.Work):
-    """A call that one of torch's own backends runs, whose errors say which rank, operation and tensor they are of.
+    """A call that one of torch's own backends runs, whose errors say which rank, operation and tensor they are of."""
 
-    Args:
-        finish: what is left to do on this rank when the backend is done.
-    """
-
-    def __init__(
-        self,
-        work: dist.Work,
-        calls: Calls,
-        operation: str,
-        tensors: Sequence[Tensor],
-        finish: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, work: dist.Work, calls: Calls, operation: str, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self._work, self._calls, self._operation, self._tensors = work, calls, operation, tensors
-        self._finish, self._lock = finish, threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """As torch's own.
@@ -315,28 +303,15 @@ class TorchWork(dist.Work):
             CommunicationError: the call failed, or did not end in time.
         """
         try:
-            ended = self._work.wait() if not timeout else self._work.wait(timeout)
+            return self._work.wait() if not timeout else self._work.wait(timeout)
         except RuntimeError as error:
             raise self._failure(error) from error
-        self._settle()
-        return ended
 
     def _failure(self, error: RuntimeError) -> CommunicationError:
         return self._calls.error(f"{self._calls.blame()}{error}", self._operation, self._tensors)
 
-    @torch.no_grad()
-    def _settle(self) -> None:
-        with self._lock:
-            if self._finish is not None:
-                self._finish()
-                self._finish = None
-
     def is_completed(self) -> bool:
-        if not self._work.is_completed():
-            return False
-        if self._work.is_success():
-            self._settle()
-        return True
+        return self._work.is_completed()
 
     def is_success(self) -> bool:
         return self._work.is_success()
@@ -363,11 +338,9 @@ class TorchWork(dist.Work):
 
         def value(future: torch.futures.Future[Any]) -> Any:
             try:
-                outcome = future.value()
+                return future.value()
             except RuntimeError as error:
                 raise self._failure(error) from error
-            self._settle()
-            return outcome
 
         return self._work.get_future().then(value)
 

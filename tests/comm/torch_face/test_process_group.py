@@ -21,6 +21,7 @@ COLLECTIVES: tuple[Check, ...] = (
     on_collectives.a_factor_is_applied_before_the_sum,
     on_collectives.gather_and_scatter_give_what_gloo_gives,
     on_collectives.all_to_all_gives_what_gloo_gives,
+    on_collectives.wrong_all_to_alls_are_refused_before_anything_is_sent,
     on_collectives.neighbours_send_and_receive,
 )
 USES: tuple[Check, ...] = (

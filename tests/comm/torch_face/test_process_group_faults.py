@@ -36,7 +36,7 @@ def test_an_aborted_group_lets_go_of_those_that_wait() -> None:
     answers = run(2, fault_checks.wait_until_the_group_is_aborted, timeout=30)
     reducing, dealing = answers[0]
     assert "rank 0: all_reduce of float32[3] failed" in reducing
-    assert "rank 0: all_to_all of float32[2] and 1 more failed" in dealing
+    assert "rank 0: all_to_all of float32[4] in 2 parts failed" in dealing
 
 
 def test_a_process_may_end_and_begin_again() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -222,11 +223,47 @@ def all_to_all_gives_what_gloo_gives(gloo: dist.ProcessGroup) -> None:
         same(even, gloo, torch.zeros_like(whole), whole)
         parts = values(sum(in_sizes), torch.float32).to(dtype)
         same(uneven, gloo, torch.zeros(sum(out_sizes), dtype=dtype), parts)
-    outputs = [torch.zeros(count) for count in out_sizes]
-    dist.all_to_all(outputs, list(values(sum(in_sizes), torch.float32).split(in_sizes)))
+    rows = values(6 * size, torch.float32).view(-1, 2, 3)
+    same(even, gloo, torch.zeros_like(rows), rows)
+    same(even, gloo, torch.zeros(0, 3), torch.zeros(0, 3))
+    same(even, gloo, torch.zeros(size, 0), torch.zeros(size, 0))
+    same(uneven, gloo, torch.zeros(sum(out_sizes), 2), values(2 * sum(in_sizes), torch.float32).view(-1, 2))
+    for dtype in (torch.bool, torch.float8_e5m2):  # of which gloo knows only the bytes
+        given, got = (torch.arange(2 * size) % 2).to(dtype), torch.zeros(2 * size, dtype=dtype)
+        even(None, [got, given])
+        expected = torch.zeros(2 * size, dtype=torch.uint8)
+        even(gloo, [expected, given.view(torch.uint8)])
+        assert torch.equal(got.view(torch.uint8), expected), dtype
     expected = torch.zeros(sum(out_sizes))
     uneven(gloo, [expected, values(sum(in_sizes), torch.float32)])
-    assert torch.equal(torch.cat(outputs), expected)
+    for stride in (1, 2):  # values side by side, and every other place
+        outputs = [torch.zeros(stride * count)[::stride] for count in out_sizes]
+        inputs = [
+            part.repeat_interleave(stride)[::stride] for part in values(sum(in_sizes), torch.float32).split(in_sizes)
+        ]
+        dist.all_to_all(outputs, inputs)
+        assert torch.equal(torch.cat(outputs), expected)
+    dealt = torch.zeros(sum(out_sizes), 2)[:, 0]
+    dist.all_to_all_single(dealt, values(2 * sum(in_sizes), torch.float32)[::2], out_sizes, in_sizes)
+    uneven(gloo, [expected, values(2 * sum(in_sizes), torch.float32)[::2].contiguous()])
+    assert torch.equal(dealt, expected)
+
+
+def wrong_all_to_alls_are_refused_before_anything_is_sent(_: dist.ProcessGroup) -> None:
+    size = dist.get_world_size()
+    one, world = torch.zeros(size), dist.group.WORLD
+    cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (ValueError, "output of rows that", lambda: dist.all_to_all_single(torch.zeros(size + 1), one)),
+        (ValueError, "input of rows that", lambda: world.alltoall_base(one, torch.tensor(1.0), [], [])),
+        (ValueError, "input_split_sizes: expected", lambda: world.alltoall_base(one, one.clone(), [], [size])),
+        (ValueError, "output_split_sizes: expected", lambda: world.alltoall_base(one, one.clone(), [2] * size, [])),
+        (ValueError, f"one input for each of {size} ranks", lambda: world.alltoall(list(one.split(1)), [one])),
+        (TypeError, "one dtype", lambda: world.alltoall_base(one, torch.zeros(size, dtype=torch.float64), [], [])),
+    ]
+    for kind, text, call in cases:
+        with pytest.raises(kind, match=text):
+            call()
+    dist.barrier()
 
 
 def neighbours_send_and_receive(gloo: dist.ProcessGroup) -> None:
