@@ -193,24 +193,19 @@ class Group:
         return output
 
     @torch.no_grad()
-    def all_to_all(
-        self, tensor: Tensor, sizes: Sequence[int] | None = None, received: Sequence[int] | None = None
-    ) -> Tensor:
-        """Send to each rank its rows, and get from each the rows that are for this one.
+    def all_to_all(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """Send to each rank its rows, and get from each the rows that are for this one, however many those are.
 
         Args:
             tensor: [sum of sizes, ...], in the order of the ranks that the rows are for; all dimensions but the first
                 are equal on all ranks.
             sizes: rows for each rank; None divides the rows evenly.
-            received: rows that each rank sends to this one, on every rank or on none. None asks the others, which takes
-                an exchange more. ``sizes`` of all ranks at once: ``group.all_to_all(torch.tensor(sizes))``.
 
         Returns:
-            [sum of received, ...], in the order of the ranks that the rows are from.
+            [rows for this rank, ...], in the order of the ranks that the rows are from.
 
         Raises:
             ValueError: the tensor has no dimension, or ``sizes`` are not its rows.
-            CommunicationError: another rank sends other sizes than ``received`` says, where the lane sees it.
         """
         if tensor.dim() == 0:
             raise ValueError("all_to_all: expected rows for each rank, got a tensor without dimensions")
@@ -219,11 +214,9 @@ class Group:
         sizes = self._checked_sizes(sizes, tensor.shape[0] // self.size)
         if sum(sizes) != tensor.shape[0] or min(sizes) < 0:
             raise ValueError(f"expected {sum(sizes)} rows as sizes {list(sizes)} say, got {tensor.shape[0]}")
-        if received is None:
-            counts = torch.empty(self.size, dtype=torch.int64)
-            self._lane.all_to_all(counts.split(1), torch.tensor(sizes).split(1))
-            received = counts.tolist()
-        received = self._checked_sizes(received, 0)
+        counts = torch.empty(self.size, dtype=torch.int64)
+        self._lane.all_to_all(counts.split(1), torch.tensor(sizes).split(1))
+        received = counts.tolist()
         output = tensor.new_empty((sum(received), *tensor.shape[1:]))
         self._lane.all_to_all(output.split(received), tensor.detach().contiguous().split(sizes))
         return output
