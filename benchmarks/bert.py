@@ -10,6 +10,8 @@ hybrid               the encoder replicated (hp.DataParallel), the output layer 
 hybrid rows          the same, and the output layer's rows step in the backward pass, so that they have no gradient
 hybrid, fixed table  the same, and the input table is not trained: what it costs is the difference
 hybrid bf16 wire     as hybrid, and gradients travel in bfloat16
+hybrid compressed, hybrid bf16 compressed
+                     as hybrid and as hybrid bf16 wire, and exponents are compressed between hosts
 hybrid bf16 rows     as hybrid rows, gradients travel in bfloat16, and the rows are bfloat16
 data                 the output layer whole on every rank (hp.ReplicatedClassifier), too
 torch DDP            Hugging Face's BertForMaskedLM under torch's DistributedDataParallel on gloo (peers/bert_ddp.py)
@@ -57,7 +59,10 @@ ROUNDED_TOLERANCE = 1e-2
 MB = 1e6
 
 ON_ONE_HOST = ("hybrid", "hybrid rows", "hybrid, fixed table", "data", "torch DDP", "torch DDP tied")
-BETWEEN_HOSTS = ("hybrid", "hybrid bf16 wire", "torch DDP", "torch DDP bf16", "torch DDP tied")
+BETWEEN_HOSTS = (
+    "hybrid", "hybrid compressed", "hybrid bf16 wire", "hybrid bf16 compressed",
+    "torch DDP", "torch DDP bf16", "torch DDP tied",
+)  # fmt: skip
 
 
 def run_as_rank(case: Case, work: Work, result: Path) -> None:

@@ -14,6 +14,8 @@ ours tuned     with the plan that the tuner finds, in a run of its own before
 ours steps     hp.DataParallel that takes the optimizer's steps bucket by bucket, during the next forward pass too
 ddp bf16       DistributedDataParallel with torch's own bf16_compress_hook (hosts only)
 ours bf16      hp.DataParallel with a bfloat16 wire (hosts only)
+ours bf16 compressed
+               the same with compressed exponents (hosts only)
 
 Every case runs in fresh processes of one thread a rank, and the cases take turns for a number of rounds. Columns:
 seconds a step with all that the script does, the median over all steps after warm-up; steps a second; processor time of
@@ -137,6 +139,11 @@ CASES = {
     "ours bf16": Case(
         "hp.DataParallel, bfloat16 on the wire",
         ours(", plan=hybridpar.Plan(wire=hybridpar.Wire(torch.bfloat16))"),
+        rounds_gradients=True,
+    ),
+    "ours bf16 compressed": Case(
+        "hp.DataParallel, bfloat16 on the wire, exponents compressed",
+        ours(", plan=hybridpar.Plan(wire=hybridpar.Wire(torch.bfloat16), compress_exponents=True)"),
         rounds_gradients=True,
     ),
 }

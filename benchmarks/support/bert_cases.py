@@ -140,6 +140,7 @@ def recipe(
     rows_step: bool = False,
     rows_dtype: Literal["float32", "bfloat16"] = "float32",
     wire: Literal["same", "bfloat16"] = "same",
+    compress: bool = False,
     fixed_table: bool = False,
 ) -> Step:
     """The recipe's Learner.
@@ -147,6 +148,7 @@ def recipe(
     Args:
         rows_step: in the backward pass.
         wire: format in which gradients travel.
+        compress: their exponents, between hosts.
         fixed_table: the input table is not trained.
     """
     group = hp.init()
@@ -158,7 +160,7 @@ def recipe(
         model=work.model(),
         head=rows_config(initial_std=_STD, optimizer=work.optimizer if rows_step else "shared", dtype=rows_dtype),
         optimizer=OptimizerConfig(learning_rate=work.lr, weight_decay=0.0, clip=0.0),
-        gradients=GradientsConfig(wire=wire),
+        gradients=GradientsConfig(wire=wire, compress_exponents=compress),
         mode=mode,
         precision=work.precision,
     )
@@ -242,6 +244,10 @@ CASES = {
         partial(recipe, rows_step=True, fixed_table=True), _cut(1, whole=1), _cut(1, whole=0), same_losses=1
     ),
     "hybrid bf16 wire": Case(partial(recipe, wire="bfloat16"), _cut(2, whole=2.5), _cut(1, whole=1), exact=False),
+    "hybrid compressed": Case(partial(recipe, compress=True), _cut(2, whole=3.5), _cut(1, whole=1)),
+    "hybrid bf16 compressed": Case(
+        partial(recipe, wire="bfloat16", compress=True), _cut(2, whole=3), _cut(1, whole=1), exact=False
+    ),
     "hybrid bf16 rows": Case(
         partial(recipe, rows_step=True, rows_dtype="bfloat16", wire="bfloat16"), _cut(0.5, whole=2.5),
         _cut(1, whole=1), exact=False,
