@@ -7,6 +7,10 @@
 #include "check.h"
 #include "clones.h"
 
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the compressed form is that of machines that store the lowest byte first"
+#endif
+
 namespace hybridpar {
 namespace {
 
@@ -87,8 +91,9 @@ struct Window {
 };
 
 // Note [windows]
-// Nearly always the best window is close below the largest exponent, and a few counts find it. Where the best of
-// those leaves many exponents outside (a value of another magnitude among the rest is enough), all are looked at.
+// Nearly always the best window is close below the largest exponent, and a few counts find it. Where many exponents are
+// outside the best of those, and not because they are those of zeros, which are far from any window, all windows are
+// looked at: a value of another magnitude among the rest is enough.
 constexpr int kGood = 144;
 
 // The window from which the block takes the fewest bytes, and that number.
@@ -104,19 +109,44 @@ struct Choice {
     }
 };
 
+// How many exponents there are of each value, and of those below it.
+struct Histogram {
+    static constexpr int kMost = (1 << kWidest) - 1;
+
+    explicit HYBRIDPAR_INLINE Histogram(const Bytes &exponents) {
+        // Equal exponents often follow each other, and a count must not wait for the one before it.
+        std::array<std::array<std::uint8_t, 256>, 4> counts{};
+        for (int i = 0; i < kBlock; i += 4)
+            for (int j = 0; j < 4; ++j)
+                ++counts[j][exponents[i + j]];
+        std::uint16_t total = 0;
+        for (int i = 0; i < 256; ++i) {
+            total = static_cast<std::uint16_t>(total + counts[0][i] + counts[1][i] + counts[2][i] + counts[3][i]);
+            until[kMost + i + 1] = total;
+        }
+    }
+
+    // How many exponents a window of so many codes has that ends at `top`.
+    HYBRIDPAR_INLINE int inside(int top, int codes) const {
+        return until[kMost + top + 1] - until[kMost + top + 1 - codes];
+    }
+
+    // until[kMost + i]: how many are below i, also where i is negative.
+    std::array<std::uint16_t, 257 + kMost> until{};
+};
+
 HYBRIDPAR_INLINE Window choose_of_all(const Bytes &exponents, Choice best) {
-    constexpr int most = (1 << kWidest) - 1;
-    // until[i]: how many are below i - most, for windows that begin below the smallest exponent, too.
-    std::array<std::uint16_t, 256> counts{};
-    for (int i = 0; i < kBlock; ++i)
-        ++counts[exponents[i]];
-    std::array<int, 257 + most> until{};
-    for (int i = 0; i < 256; ++i)
-        until[most + i + 1] = until[most + i] + counts[i];
+    const Histogram histogram(exponents);
     for (int width = 1; width <= kWidest; ++width) {
         const int codes = (1 << width) - 1;
+        std::uint16_t most = 0;
         for (int top = 0; top < 256; ++top)
-            best.consider(width, top, until[most + top + 1] - until[most + top + 1 - codes]);
+            most = std::max(most, static_cast<std::uint16_t>(histogram.inside(top, codes)));
+        if (kLanes * width + static_cast<int>(kBlock) - most >= best.bytes) continue;
+        int top = 0;
+        while (histogram.inside(top, codes) != most)
+            ++top;
+        best.consider(width, top, most);
     }
     return best.window;
 }
@@ -138,7 +168,8 @@ HYBRIDPAR_INLINE Window choose(const Bytes &exponents) {
     for (int width = 1; width <= kWidest; ++width)
         for (int shift = 0; shift < std::min<int>(kShifts, top + 1); ++shift)
             best.consider(width, top - shift, nearer[shift + (1 << width) - 1] - nearer[shift]);
-    return best.bytes <= kGood ? best.window : choose_of_all(exponents, best);
+    if (best.bytes <= kGood || best.bytes - below(exponents, 1) <= kGood) return best.window;
+    return choose_of_all(exponents, best);
 }
 
 template <int width>

@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Values of which the gradients are made: more than a cache or a compressor remembers; a prime number, so that tensors
-# and ranks begin at different places.
+# Values of which the gradients are made: more than a cache or a compressor remembers; a prime number, so that tensors,
+# ranks and steps begin at different places.
 _PERIOD = 1_048_583
+_SHIFT = 333_667
 
 
 class ReadyGradients(nn.Module):
     """Parameters of given shapes, whose gradients exist before backward, and become ready from the last to the first.
 
-    Gradients are normally distributed, other ones on each rank. ``.grad`` shares the memory of the prepared gradient,
-    which a reduction therefore overwrites: call ``prepare`` before every step. ``forward`` takes nothing and returns a
-    scalar.
+    Gradients are normally distributed, with another standard deviation for each tensor, and other ones on each rank and
+    in each step. ``.grad`` shares the memory of the prepared gradient, which a reduction therefore overwrites: call
+    ``prepare`` before every step. ``forward`` takes nothing and returns a scalar.
 
     Args:
         shapes: of the parameters (float32), in forward order.
@@ -36,13 +37,18 @@ class ReadyGradients(nn.Module):
         # Rank r has the values of rank 0, r of ``size`` parts of a period further.
         self._values = values.roll(-(rank * _PERIOD // size))
         self._mean = torch.stack([values.roll(-(other * _PERIOD // size)) for other in range(size)]).mean(0)
+        # Powers of two, so that a scaled sum is the sum of what is scaled.
+        self._scales = [2.0 ** (number * 7 % 11 - 9) for number in range(len(shapes))]
+        self._begin = 0
 
     def prepare(self) -> None:
-        """Drop the gradients of the last step, and make those of the next one, which are the same in every step."""
-        begin = 0
-        for weight, gradient in zip(self.weights, self.gradients, strict=True):
+        """Drop the gradients of the last step, and make those of the next one."""
+        self._begin = (self._begin + _SHIFT) % _PERIOD
+        begin = self._begin
+        for weight, gradient, scale in zip(self.weights, self.gradients, self._scales, strict=True):
             weight.grad = None
             _tile(gradient.view(-1), self._values, begin)
+            gradient.mul_(scale)
             begin += gradient.numel()
 
     def forward(self) -> Tensor:
@@ -52,19 +58,19 @@ class ReadyGradients(nn.Module):
         return token
 
     def error(self) -> float:
-        """How far the gradients are from the mean over the ranks, at most, as a share of the largest value of that.
+        """How far the gradients are from the mean over the ranks, at most, in standard deviations of one rank's.
 
         Infinity where there is no gradient.
         """
-        begin, worst = 0, torch.zeros(())
-        for weight in self.weights:
+        begin, worst = self._begin, torch.zeros(())
+        for weight, scale in zip(self.weights, self._scales, strict=True):
             if weight.grad is None:
                 return math.inf
             expected = torch.empty(weight.numel())
             _tile(expected, self._mean, begin)
-            worst = torch.maximum(worst, (weight.grad.view(-1) - expected).abs().max())
+            worst = torch.maximum(worst, (weight.grad.view(-1) / scale - expected).abs().max())
             begin += weight.numel()
-        return float(worst / self._mean.abs().max())
+        return float(worst)
 
 
 def _tile(target: Tensor, values: Tensor, begin: int) -> None:

@@ -15,7 +15,12 @@ _TRACKS = (1, 3)
 
 
 def candidate_grid(
-    ranks_per_host: Sequence[int], interfaces: int, gradient_bytes: int, wires: Sequence[Wire] = (Wire(),)
+    ranks_per_host: Sequence[int],
+    interfaces: int,
+    gradient_bytes: int,
+    wires: Sequence[Wire] = (Wire(),),
+    *,
+    compressible: bool = True,
 ) -> list[Plan]:
     """All combinations of what may be chosen; the first is where a search best begins. A pure function.
 
@@ -24,6 +29,7 @@ def candidate_grid(
         interfaces: network interfaces that every host uses side by side; 0 or 1 where there is nothing to choose.
         gradient_bytes: of all gradients together.
         wires: formats that may be chosen, the one to begin with first. Others than ``Wire()`` change what is computed.
+        compressible: whether there are gradients whose exponents can be compressed.
 
     Raises:
         ValueError: no ranks, no wires, or wires that are equal.
@@ -48,7 +54,7 @@ def candidate_grid(
     tracks = [count for count in _TRACKS if count == 1 or gradient_bytes > min(sizes) * (count - 1)]
     first_tracks = 3 if hosts > 1 and 3 in tracks else 1
     # Nothing crosses a network inside a host.
-    compressed = (False, True) if hosts > 1 else (False,)
+    compressed = (False, True) if hosts > 1 and compressible else (False,)
     return plans(routes, _first(first_size, sizes), _first(first_tracks, tracks), compressed, wires)
 
 

@@ -16,6 +16,7 @@ from hybridpar.comm.engine.plan import Plan
 from hybridpar.comm.engine.tuner import FixedPlan, Tuner, TunerSettings, make_tuner
 from hybridpar.comm.engine.wire import Wire
 from hybridpar.comm.group import Group
+from hybridpar.kernels.exponents import DTYPES as COMPRESSIBLE
 
 # Rounds under one plan before its times are believed.
 _SETTLED = 5
@@ -41,20 +42,29 @@ def tuner_for(
     """
     if tune is False:
         return FixedPlan(plan, "tuning was not asked for")
+    wires = list(dict.fromkeys([plan.wire, *wires]))
     grid = candidate_grid(
         [len(ranks) for ranks in group.hosts],
         len(group.interfaces),
         sum(tensor.nbytes for tensor in tensors.values()),
-        [plan.wire, *(wire for wire in dict.fromkeys(wires) if wire != plan.wire)],
+        wires,
+        compressible=any(
+            tensor.is_cpu and wire.dtype_of(tensor.dtype) in COMPRESSIBLE
+            for tensor in tensors.values()
+            for wire in wires
+        ),
     )
     if given:
         # The tuner changes one property at a time, so each of the others' is combined with the plan's own.
         known = [plan, *grid]
+        compress = [plan.compress_exponents]
+        if any(each.compress_exponents for each in grid):  # else it makes no difference here
+            compress.append(not plan.compress_exponents)
         grid = plans(
             dict.fromkeys(each.route for each in known),
             dict.fromkeys(each.bucket_bytes for each in known),
             dict.fromkeys(each.tracks for each in known),
-            dict.fromkeys(each.compress_exponents for each in known),
+            compress,
             dict.fromkeys(each.wire for each in known),
         )
     described = "\n".join(f"{name}: {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items())

@@ -28,8 +28,8 @@ class Plan:
             the hosts (see ``hybridpar.comm.lanes.compose.compose``).
         wire: what of a gradient travels, and in which format.
         compress_exponents: between hosts float32 and bfloat16 take fewer bytes, some 27 bits a value in place of 32 and
-            11 in place of 16, and every bit arrives (see ``hybridpar.comm.lanes.compressed_lane``). For networks that
-            are slower than a processor compresses, which is some 3 GB/s. CUDA tensors and float64 travel as they are.
+            11 in place of 16, and every bit arrives (see ``hybridpar.comm.lanes.compressed_lane``). For networks of one
+            or a few Gbit/s. CUDA tensors and float64 travel as they are.
     """
 
     bucket_bytes: int | None = None

@@ -1,11 +1,11 @@
 """The tuner: tries plans during the first steps of training and keeps the fastest.
 
 # Note [search]
-One property of the plan after the other: all plans that differ from the best one so far in that property alone are
-tried, and one replaces it only if it is faster by a margin and by more than the noise; of several whose difference is
-within that, the earlier (simpler) candidate counts. Machines are slow for a while, too: so the winner and the one it
-would replace are both tried again, side by side, and it has to win there as well; and what later plans are compared
-with is measured anew when it was not measured just before.
+One property of the plan after the other, or two that belong together: all plans that differ from the best one so far in
+that alone are tried, and one replaces it only if it is faster by a margin and by more than the noise; of several whose
+difference is within that, the earlier (simpler) candidate counts. Machines are slow for a while, too: so the winner and
+the one it would replace are both tried again, side by side, and it has to win there as well; and what later plans are
+compared with is measured anew when it was not measured just before.
 
 # Note [decided together]
 Every rank collects its own step times. At the end of a trial all ranks exchange them; a step took as long as on its
@@ -34,8 +34,9 @@ from hybridpar.topology import Switches, switches
 
 _LOG = logging.getLogger(__name__)
 
-# Note [search]: in this order. The wire comes last, since it changes what is computed.
-_PROPERTIES = ("route", "bucket_bytes", "tracks", "compress_exponents", "wire")
+# Note [search]: in this order. The wire comes last, since it changes what is computed. What can be compressed depends on
+# it; what that saves may be less than what wires differ by, and is looked at by itself, too.
+_PROPERTIES = (("route",), ("bucket_bytes",), ("tracks",), ("wire", "compress_exponents"), ("compress_exponents",))
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ def search(candidates: Sequence[Plan], margin: float) -> Generator[Plan, Trial, 
     """Note [search]: yields the plan to try next, is sent its trial, and returns the last trial of the best plan."""
     best = yield candidates[0]
     fresh = True
-    for name in _PROPERTIES:
-        challengers = [plan for plan in candidates if _differs_only_in(name, plan, best.plan)]
+    for names in _PROPERTIES:
+        challengers = [plan for plan in candidates if _differs_only_in(names, plan, best.plan)]
         if challengers and not fresh:
             best = yield best.plan
         trials = []
@@ -326,9 +327,9 @@ def make_tuner(
     return Tuner(group, candidates, key=key, settings=chosen)
 
 
-def _differs_only_in(name: str, plan: Plan, other: Plan) -> bool:
-    differing = [each.name for each in fields(plan) if getattr(plan, each.name) != getattr(other, each.name)]
-    return differing == [name]
+def _differs_only_in(names: Sequence[str], plan: Plan, other: Plan) -> bool:
+    differing = {each.name for each in fields(plan) if getattr(plan, each.name) != getattr(other, each.name)}
+    return bool(differing) and differing <= set(names)
 
 
 def _milliseconds(trial: Trial) -> str:

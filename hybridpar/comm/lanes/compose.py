@@ -116,12 +116,16 @@ def _inside(parent: Lane, mates: Sequence[int], ways: Ways) -> Lane:
 
 def _across(parent: Lane, members: Sequence[int], ways: Ways | None, compress: bool) -> Lane:
     """A lane that crosses hosts, on all interfaces or, without ``ways``, on the first one."""
-    lane = _plain_across(parent, members, ways)
+    lane = _plain_across(parent, members, ways, compress)
     return CompressedLane(lane) if compress else lane
 
 
-def _plain_across(parent: Lane, members: Sequence[int], ways: Ways | None) -> Lane:
-    if ways is None or len(ways.interfaces) < 2 or not isinstance(parent, TorchLane):
+def _plain_across(parent: Lane, members: Sequence[int], ways: Ways | None, slow: bool) -> Lane:
+    if not isinstance(parent, TorchLane):
         return parent.split(members)
+    if ways is None or len(ways.interfaces) < 2:
+        return parent.split(members, in_pieces=slow)
     # Shares move, and with them the place of a value in its piece: sums must not depend on it.
-    return StripedLane([parent.split(members, interface, ordered=True) for interface in ways.interfaces])
+    return StripedLane(
+        [parent.split(members, interface, ordered=True, in_pieces=slow) for interface in ways.interfaces]
+    )

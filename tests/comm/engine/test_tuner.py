@@ -98,6 +98,29 @@ def test_the_plan_found_is_within_the_margin_of_the_best_for_each_property(seed:
         assert network.factors[name, getattr(found, name)] <= 1.06 * network.factors[name, getattr(best, name)], name
 
 
+@pytest.mark.parametrize(
+    ("wires", "best"),
+    [
+        ([Wire(), Wire(top_k=0.01)], Plan(wire=Wire(top_k=0.01))),
+        ([Wire(), Wire(torch.float16)], Plan(wire=Wire(torch.float16))),
+        ([Wire(torch.float16), HALF], Plan(wire=HALF, compress_exponents=True)),
+        ([Wire(), HALF, Wire(top_k=0.01)], Plan(wire=HALF, compress_exponents=True)),
+    ],
+)
+@pytest.mark.parametrize("compressed_first", [False, True])
+def test_compression_and_wires_that_have_nothing_to_compress_are_weighed(
+    wires: Sequence[Wire], best: Plan, compressed_first: bool
+) -> None:
+    """Seconds are the bytes that each sends."""
+    size = {Wire(): 1.0, HALF: 0.5, Wire(torch.float16): 0.52, Wire(top_k=0.01): 0.05 if len(wires) == 2 else 0.4}
+    candidates = [plan for plan in candidate_grid([1, 1], 1, 1000, wires) if plan.route == "auto"]
+    if compressed_first:
+        candidates.sort(key=lambda plan: not plan.compress_exponents)
+    tuner = Tuner(hp.Group.alone(), candidates, key="model", settings=SHORT)
+    drive(tuner, lambda plan: size[plan.wire] * (0.7 if plan.compress_exponents else 1.0))
+    assert (tuner.plan.wire, tuner.plan.compress_exponents) == (best.wire, best.compress_exponents)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_noise_alone_changes_nothing(seed: int) -> None:
     noise = np.random.default_rng(seed)
@@ -346,6 +369,7 @@ def test_the_grid_holds_what_can_make_a_difference() -> None:
     # With 10 MiB in all, buckets of 16 MiB are one bucket, and so are those of 64 MiB.
     assert values("bucket_bytes", candidate_grid([4], 1, 10 * MB)) == {MB, 4 * MB, 16 * MB}
     assert values("compress_exponents", one_host) == {False}
+    assert values("compress_exponents", candidate_grid([2, 2], 1, 100 * MB, compressible=False)) == {False}
     few = candidate_grid([2, 2], 1, 1000, [Wire(), Wire(torch.float16), Wire(top_k=0.1)])
     assert [(plan.route, plan.wire, plan.compress_exponents) for plan in few] == [
         (route, wire, compressed)
