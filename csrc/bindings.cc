@@ -8,6 +8,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings_arrivals.h"
 #include "bindings_head.h"
 #include "check.h"
 #include "engine_inbox.h"
@@ -312,6 +313,7 @@ NB_MODULE(_native, module) {
     module.attr("UINT8") = static_cast<int>(DType::uint8);
     bind_shared_memory(module);
     bind_engine_inbox(module);
+    bind_arrivals(module);
     bind_head(module);
 
     module.def(

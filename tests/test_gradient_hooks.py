@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import hybridpar as hp
 from hybridpar.comm.lanes.lane import Lane
 from hybridpar.gradient_hooks import GradientHooks, has_hooks
+from hybridpar.kernels import _native
 from tests.head.cases import errors_of
 from tests.ranks import run_threads
 from tests.waits import Waits
@@ -25,7 +26,8 @@ class Owner:
         self.calls: list[tuple[str, int, float | None]] = []
         self._follow = follow
         self.parameters: list[Tensor] = list(module.parameters())
-        self.hooks = GradientHooks(module, self.parameters, self.before, self.after)
+        self.arrivals = _native.Arrivals()
+        self.hooks = GradientHooks(module, self.parameters, self.before, self.after, self.arrivals)
 
     def before(self, index: int, parameter: Tensor) -> None:
         self.calls.append(("before", index, _first(parameter)))

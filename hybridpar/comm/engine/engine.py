@@ -35,6 +35,7 @@ from hybridpar.comm.engine.tracks import Tracks
 from hybridpar.comm.errors import NonFiniteError
 from hybridpar.comm.group import Group
 from hybridpar.comm.timeline.timeline import NoTimeline, Timeline
+from hybridpar.kernels import _native
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -57,6 +58,7 @@ class Engine:
 
     Attributes:
         plan: the present one.
+        arrivals: which tensors have been announced in the present round.
 
     Raises:
         ValueError: the ranks' arguments differ (on every rank).
@@ -77,6 +79,7 @@ class Engine:
         self._group, self._scale = group, scale
         self._timeline = NoTimeline() if timeline is None else timeline
         self._tracks = Tracks(group, "hybridpar-engine")
+        self.arrivals = _native.Arrivals()
         self._names: list[str] = []
         self._examples: list[Tensor] = []
         self._order: list[int] = []
@@ -147,7 +150,7 @@ class Engine:
             ValueError: the ranks' arguments differ (on every rank), or launch_order does not name each bucket once.
             RuntimeError: a round has begun.
         """
-        if any(current.tensors or current.announced or current.closed for current in self._rounds):
+        if any(current.begun for current in self._rounds):
             raise RuntimeError("replan: expected to be called between rounds, got tensors that wait for flush()")
         launch = None if launch_order is None else list(launch_order)
         plan = plan.resolved(len(self._group.hosts))
@@ -163,14 +166,18 @@ class Engine:
         if not buckets:
             return
         tracks = self._tracks.arrange(plan, self._device)
-        for number, bucket in enumerate(buckets[place] for place in launch):
+        launched = [buckets[place] for place in launch]
+        home = {index: number for number, bucket in enumerate(launched) for index in bucket.members}
+        self.arrivals.arrange([home[index] for index in range(len(home))])
+        for number, bucket in enumerate(launched):
             track = tracks[number % len(tracks)]
             codec = make_codec(bucket, plan.wire, track.lane, self._device, self._scale)
             examples = [self._examples[index] for index in bucket.members]
             names = [self._names[index] for index in bucket.members]
-            self._rounds.append(BucketRound(number, codec, track, examples, names, self._device, self._timeline))
-        home = {index: current for current in self._rounds for index in current.members}
-        self._home = [home[index] for index in range(len(home))]
+            self._rounds.append(
+                BucketRound(number, codec, track, examples, names, self._device, self.arrivals, self._timeline)
+            )
+        self._home = [self._rounds[home[index]] for index in range(len(home))]
         carry_over(old, [current.codec for current in self._rounds])
         self._next = 0
 
@@ -204,7 +211,7 @@ class Engine:
 
     def announced(self, index: int) -> bool:
         """Whether tensor ``index`` was announced in this round."""
-        return index in self._home[index].announced
+        return index in self.arrivals
 
     def submit_bucket(self, number: int, tensors: Sequence[Tensor | None]) -> None:
         """The tensors of bucket ``number`` of ``buckets`` are ready, in its order; None: not in this round.

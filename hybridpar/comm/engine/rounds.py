@@ -23,6 +23,7 @@ from hybridpar.comm.errors import CommunicationError
 from hybridpar.comm.lanes.lane import describe
 from hybridpar.comm.timeline.timeline import Timeline
 from hybridpar.comm.timeline.trace import COMPUTATION
+from hybridpar.kernels import _native
 
 # Tensors in a bucket that the caller packs, at least, and bytes of each on average, at most: copying as many takes ten
 # times as long as the lock is needed.
@@ -52,6 +53,7 @@ class BucketRound:
         codec: how it travels.
         examples: of its tensors: shapes count.
         names: of its tensors.
+        arrivals: where its tensors are noted when they are announced.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class BucketRound:
         examples: Sequence[Tensor],
         names: Sequence[str],
         device: torch.device,
+        arrivals: _native.Arrivals,
         timeline: Timeline,
     ) -> None:
         self.number, self.codec, self.track = number, codec, track
@@ -72,7 +75,7 @@ class BucketRound:
         self.dtype, self._device = codec.bucket.dtype, device
         self._device_number = torch.empty(0, device=device).get_device()
         self.times = Times()
-        self._timeline = timeline
+        self._timeline, self._arrivals = timeline, arrivals
         small = codec.bucket.numel * self.dtype.itemsize <= _SMALL * len(self.members)
         many = len(self.members) >= _MANY
         self._caller_packs = many and small and device.type == "cpu" and codec.residual is None
@@ -82,7 +85,7 @@ class BucketRound:
     def reset(self) -> None:
         """A new round."""
         self.crossing.reset()
-        self.announced: set[int] = set()
+        self._arrivals.clear(self.number)
         self.tensors: dict[int, Tensor] = {}
         self.received: dict[int, Tensor] = {}
         # In bucket order.
@@ -94,18 +97,21 @@ class BucketRound:
         self._future: Future[Any] | None = None
 
     @property
+    def begun(self) -> bool:
+        """Whether there is anything of the present round."""
+        return bool(self.tensors) or self.closed or self._arrivals.count(self.number) > 0
+
+    @property
     def complete(self) -> bool:
         return self.closed or len(self.tensors) == len(self.members)
 
     def announce(self, index: int) -> bool:
         """A tensor will be among those of ``take``. Whether all are, now. Raises as ``give``."""
-        announced = self.announced
-        if index in announced or self.closed:
+        if index in self._arrivals or self.closed:
             self._check_open([index])
-        announced.add(index)
         if self._device_number >= 0:
             self.crossing.submitted()
-        return len(announced) == len(self.members)
+        return self._arrivals.add(index)
 
     def give(self, index: int, tensor: Tensor) -> None:
         """One tensor. Raises ValueError where it is not as registered, RuntimeError where there is one already."""
@@ -128,7 +134,7 @@ class BucketRound:
         for index, tensor in () if fit else zip(self.members, tensors, strict=True):
             if tensor is not None:
                 self._check(index, tensor)
-            elif index in self.announced:
+            elif index in self._arrivals:
                 raise RuntimeError(
                     f"{self.names[index]}: expected the tensor that was announced, got None; hooks must leave "
                     "gradients in place until backward is over"
@@ -205,7 +211,7 @@ class BucketRound:
     def _check_open(self, indices: Iterable[int]) -> None:
         """For tensors that are to come."""
         for index in indices:
-            if index in self.tensors or index in self.announced:
+            if index in self.tensors or index in self._arrivals:
                 raise RuntimeError(
                     f"{self.names[index]} was submitted twice in one round: expected one backward pass for each "
                     "flush; use no_sync() for all backward passes but the last, and use_reentrant=False in "
