@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -271,9 +271,6 @@ class DataParallel(nn.Module):
         return None if summed else gradient
 
     def _submit(self, number: int, gradients: Sequence[Tensor | None]) -> None:
-        for gradient in gradients:
-            if gradient is not None and gradient.layout is not torch.strided:
-                _refuse_layout(gradient)
         self._engine.submit_bucket(number, gradients)
 
     def _begin_backward(self) -> None:
@@ -324,10 +321,6 @@ class DataParallel(nn.Module):
     def _prepare_replan(self) -> None:
         if self._stepper is not None:
             self._stepper.prepare_replan()
-
-
-def _refuse_layout(gradient: Tensor) -> NoReturn:
-    raise TypeError(f"DataParallel: expected dense gradients, got {gradient.layout}; use sparse=False")
 
 
 def _is_sharded(parameter: Tensor) -> bool:

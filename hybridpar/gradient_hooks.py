@@ -130,9 +130,7 @@ class _Keeper:
 # Note [life of a wrapper]: they hold its class's function and refer to itself weakly; it takes them away when it goes.
 
 
-def _before(
-    owner: Callable[[], Any], function: Callable[[Any, int, Tensor], None]
-) -> Callable[[int, Tensor], None]:
+def _before(owner: Callable[[], Any], function: Callable[[Any, int, Tensor], None]) -> Callable[[int, Tensor], None]:
     def call(index: int, parameter: Tensor) -> None:
         function(owner(), index, parameter)
 

@@ -174,6 +174,28 @@ class Arrivals:
         to accumulate.
         """
 
+class TensorReader:
+    """Reads what tensors are without a call of Python for each (csrc/tensor_reader.h).
+
+    ``exchange``: the capsule that torch.Tensor has as ``__dlpack_c_exchange_api__``.
+    """
+
+    def __init__(self, exchange: object) -> None: ...
+    def fit(self, tensors: list[torch.Tensor | None], dtype: int, shapes: npt.NDArray[np.int64]) -> bool:
+        """Whether all are there, dense, on CPU, and of this dtype and their shapes.
+
+        ``shapes``: of each tensor its number of dimensions and their extents, one tensor behind the other.
+        """
+
+    def find(
+        self,
+        tensors: list[torch.Tensor | None],
+        dtype: int,
+        counts: npt.NDArray[np.int64],
+        addresses: npt.NDArray[np.int64],
+    ) -> bool:
+        """Write the tensors' addresses. False, if any is missing, not contiguous, empty, or otherwise not as said."""
+
 class Chunk:
     """Products [classes, batch] between rows and features (csrc/margin_softmax.h).
 
