@@ -21,11 +21,25 @@ struct CountedArrivals : Arrivals {
     bool counting = false;
 };
 
-bool has_no_gradient(nb::handle parameter) {
+nb::object gradient_of(nb::handle parameter) {
     static PyObject *const name = PyUnicode_InternFromString("grad");
-    const nb::object gradient = nb::steal(PyObject_GetAttr(parameter.ptr(), name));
+    nb::object gradient = nb::steal(PyObject_GetAttr(parameter.ptr(), name));
     if (!gradient.is_valid()) throw nb::python_error();
-    return gradient.is_none();
+    return gradient;
+}
+
+nb::list mark_gradients(const nb::list &parameters, const nb::str &name, nb::handle mark) {
+    nb::list others;
+    for (const nb::handle parameter : parameters) {
+        const nb::object gradient = gradient_of(parameter);
+        if (gradient.is_none()) continue;
+        const nb::object attributes = nb::steal(PyObject_GenericGetDict(gradient.ptr(), nullptr));
+        PyObject *const present =
+            attributes.is_valid() ? PyDict_SetDefault(attributes.ptr(), name.ptr(), mark.ptr()) : nullptr;
+        if (present == nullptr) throw nb::python_error();
+        if (present != mark.ptr()) others.append(parameter);
+    }
+    return others;
 }
 
 // See `Arrivals.hook` in _native.pyi.
@@ -41,7 +55,7 @@ nb::object make_hook(nb::handle_t<CountedArrivals> self, std::int64_t index, nb:
         nb::object operator()(const nb::tuple &gradients) const {
             check(gradients.size() == 1, "expected the one gradient of an accumulator, got ", gradients.size());
             if (nb::handle(gradients[0]).is_none()) return nb::none();
-            if (arrivals.counting && arrivals.leaves_bucket_open(index) && has_no_gradient(parameter)) {
+            if (arrivals.counting && arrivals.leaves_bucket_open(index) && gradient_of(parameter).is_none()) {
                 arrivals.add(index);
                 return nb::none();
             }
@@ -112,6 +126,8 @@ class TensorReader {
 } // namespace
 
 void bind_arrivals(nb::module_ &module) {
+    module.def("mark_gradients", &mark_gradients, "parameters"_a, "name"_a, "mark"_a);
+
     nb::class_<TensorReader>(module, "TensorReader")
         .def(nb::init<nb::handle>(), "exchange"_a)
         .def("fit", &TensorReader::fit, "tensors"_a, "dtype"_a, "shapes"_a.noconvert())

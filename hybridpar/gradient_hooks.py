@@ -7,11 +7,11 @@ would never end. So hooks refer to it weakly, and the module keeps it, by a cycl
 
 # Note [one hook for each]
 Autograd needs about a microsecond to call a hook, and a large model has a thousand parameters. Only the hook in front
-can prevent that backward adds to a gradient. So it is the one that all parameters have, and it counts, in compiled code:
-for most gradients of an ordinary backward pass, those that have no earlier one and leave their bucket incomplete, that
-is all there is to do, and the interpreter, which would run with cold caches between gradients, is not asked. The hook
-behind is added to those of which somebody must know when they are done, which are the last ones of their buckets. It can
-be added from the hook in front: autograd looks for it when it has accumulated.
+can prevent that backward adds to a gradient. So it is the one that all parameters have, and it counts, in compiled
+code: for most gradients of an ordinary backward pass, those that have no earlier one and leave their bucket incomplete,
+that is all there is to do. Python, which would run with cold caches between gradients, is called for the others. The
+hook behind is added to those of which somebody must know when they are done, which are the last ones of their buckets.
+It can be added from the hook in front: autograd looks for it when it has accumulated.
 
 # Note [other accumulators]
 The hook in front belongs to the parameter's accumulator, and torch gives the parameter another one when its dtype or

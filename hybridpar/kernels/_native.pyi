@@ -174,6 +174,12 @@ class Arrivals:
         to accumulate.
         """
 
+def mark_gradients(parameters: list[torch.Tensor], name: str, mark: object) -> list[torch.Tensor]:
+    """Set attribute ``name`` of all gradients to ``mark``. Returns the parameters of those that had another value.
+
+    These keep it. A parameter whose ``grad`` is None is passed over.
+    """
+
 class TensorReader:
     """Reads what tensors are without a call of Python for each (csrc/tensor_reader.h).
 

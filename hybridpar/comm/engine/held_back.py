@@ -2,14 +2,14 @@
 
 # Note [held back]
 The last bucket is often complete just before the caller comes to wait for the sums. Nothing is left then that a thread
-of its track could hide, and waking that thread, and later the caller on what may be another core with cold caches, costs
-a millisecond. So where the caller came at once in the round before, and all other buckets have been exchanged, the bucket
-is held back until it comes, and travels on the caller's thread. Each rank decides for itself: which thread takes part in
-a collective is nothing that the others could see.
+of its track could hide, and waking that thread, and later the caller, maybe on another core with cold caches, costs a
+millisecond. So where the caller came at once in the round before, and all other buckets have been exchanged, the bucket
+is held back until it comes, and travels on the caller's thread. Each rank decides for itself: the others cannot see
+which thread takes part in a collective.
 
-What is held back keeps other ranks waiting. If the ranks come to wait for several engines in different orders, each could
-hold back what another one waits for. So in a process one bucket is held back at most, and it goes to its track as soon as
-any other bucket of this process is sent.
+What is held back keeps other ranks waiting. If the ranks come to wait for several engines in different orders, each
+could hold back what another one waits for. So in a process one bucket is held back at most, and it goes to its track as
+soon as any other bucket of this process is sent.
 """
 
 from __future__ import annotations

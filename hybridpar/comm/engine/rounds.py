@@ -176,7 +176,8 @@ class BucketRound:
         started = time.perf_counter()
         with torch.no_grad(), self._timeline.span("wait", row=COMPUTATION, bucket=self.number):
             try:
-                future.set_result(self._travel())
+                self._travel()
+                future.set_result(None)
             except BaseException as error:
                 future.set_exception(error)
         self.times.waited = time.perf_counter() - started
