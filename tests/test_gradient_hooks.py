@@ -76,6 +76,46 @@ def test_before_is_called_for_each_parameter_and_after_for_those_that_are_follow
     assert owner.calls.index(("before", 1, None)) + 1 == owner.calls.index(("after", 1, 3.0))
 
 
+def test_gradients_of_which_nothing_must_be_known_are_counted_without_a_call() -> None:
+    """The last one of a bucket, and one that is added to another, are called for; so are all when nothing counts."""
+    module = Sum()
+    owner = Owner(module)
+    owner.arrivals.arrange([0, 0])
+    owner.arrivals.counting = True
+    module(3.0).backward()
+    (name, last, gradient), other = owner.calls[0], 1 - owner.calls[0][1]
+    assert (name, gradient, len(owner.calls)) == ("before", None, 1)
+    assert other in owner.arrivals and last not in owner.arrivals
+    assert [parameter.grad.item() for parameter in owner.parameters] == [3.0, 3.0]  # type: ignore[union-attr]
+
+    owner.arrivals.clear(0)
+    owner.calls.clear()
+    module(2.0).backward()
+    assert sorted(owner.calls) == [("before", 0, 3.0), ("before", 1, 3.0)] and owner.arrivals.count(0) == 0
+
+    owner.calls.clear()
+    owner.arrivals.add(other)
+    module.zero_grad()
+    module(1.0).backward()
+    assert sorted(owner.calls) == [("before", 0, None), ("before", 1, None)]
+
+    owner.calls.clear()
+    owner.arrivals.clear(0)
+    owner.arrivals.counting = False
+    module.zero_grad()
+    module(1.0).backward()
+    assert sorted(owner.calls) == [("before", 0, None), ("before", 1, None)] and owner.arrivals.count(0) == 0
+
+
+def test_a_gradient_that_is_lost_is_not_counted() -> None:
+    module = Sum()
+    owner = Owner(module)
+    owner.arrivals.arrange([0, 0])
+    owner.arrivals.counting = True
+    module(3.0, lossy=True).backward()
+    assert owner.arrivals.count(0) == 1 and 0 in owner.arrivals and not owner.calls
+
+
 def test_nothing_is_called_where_nothing_is_added() -> None:
     module = Sum()
     owner = Owner(module)

@@ -45,6 +45,7 @@ class Expected:
             and {tensor.dtype for tensor in present} == {self._dtype}
             and {tensor.layout for tensor in present} == {torch.strided}
             and set(map(Tensor.get_device, present)) == {self._device_number}
+            and (self._device_number >= 0 or all(tensor.is_cpu for tensor in present))
         )
 
 

@@ -9,7 +9,7 @@ which thread takes part in a collective.
 
 What is held back keeps other ranks waiting. If the ranks come to wait for several engines in different orders, each
 could hold back what another one waits for. So in a process one bucket is held back at most, and it goes to its track as
-soon as any other bucket of this process is sent.
+soon as any other bucket of this process is sent or waited for.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def hold(bucket: Held) -> None:
 
 
 def let_go() -> None:
-    """Another bucket is sent, or the caller has gone to do something else: nothing is held back any longer."""
+    """The caller does something else first: nothing is held back any longer."""
     with _LOCK:
         _hand_over()
 

@@ -186,6 +186,7 @@ class BucketRound:
     def wait(self) -> None:
         """Until the sums are there. Raises what went wrong on the way."""
         self.exchange_held()
+        held_back.let_go()
         assert self._future is not None
         if not self._future.done():
             started = time.perf_counter()
