@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from typing import Any
@@ -249,3 +250,33 @@ def test_a_bucket_travels_with_its_last_gradient_whichever_that_is(
             x.sum().backward()
 
     run_threads(2, work)
+
+
+def test_python_is_called_for_the_first_and_the_last_gradient_of_a_bucket_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all of them where gradients are there already or are not synchronised."""
+    calls: list[int] = []
+    original = hp.DataParallel._before_accumulation
+
+    def before(self: hp.DataParallel, index: int, parameter: Tensor) -> None:
+        calls.append(index)
+        original(self, index, parameter)
+
+    monkeypatch.setattr(hp.DataParallel, "_before_accumulation", before)
+
+    def work(group: Any) -> list[int]:
+        module = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(10)])
+        parallel = hp.DataParallel(module, group=group)
+        counts = []
+        for clear, synchronise in ((True, True), (True, True), (False, True), (True, False)):
+            if clear:
+                parallel.zero_grad()
+            calls.clear()
+            with contextlib.nullcontext() if synchronise else parallel.no_sync():
+                torch.stack([parameter.sum() for parameter in module]).sum().backward()
+            counts.append(len(calls))
+            expected = 1.0 if clear else 2.0
+            assert all(parameter.grad.tolist() == [expected] * 2 for parameter in module)  # type: ignore[union-attr]
+        parallel.close()
+        return counts
+
+    assert run_threads(1, work) == [[2, 2, 10, 10]]

@@ -1,4 +1,4 @@
-"""What many tensors are, asked in one pass: in compiled code where torch has DLPack's exchange API (from 2.10 on)."""
+"""What many tensors are, asked in one pass: in compiled code where torch has DLPack's exchange API."""
 
 from __future__ import annotations
 

@@ -318,6 +318,8 @@ class Engine:
 
     def close(self) -> None:
         """Free the threads and the communicators. Collective where the library demands it."""
+        for current in self._rounds:
+            held_back.take(current)
         self._tracks.close()
 
     def _end_round(self) -> None:

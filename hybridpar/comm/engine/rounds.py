@@ -197,6 +197,7 @@ class BucketRound:
 
     def settle(self) -> None:
         """After a failure: until no thread works on it any more, whatever became of it."""
+        held_back.take(self)
         if self._future is not None:
             self._future.exception()
 

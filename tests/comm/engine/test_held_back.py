@@ -173,6 +173,14 @@ def test_a_closed_engine_holds_nothing_back(monkeypatch: pytest.MonkeyPatch) -> 
         engine.close()
         with pytest.raises(RuntimeError, match="expected an open communication thread"):
             engine.submit(0, torch.ones(2))
+        closed, other = _engine(group), _engine(group)
+        closed.flush()
+        closed.submit(0, torch.ones(2))  # is held back
+        closed.close()
+        tensor = torch.ones(2)
+        other.submit(0, tensor)
+        other.flush()
+        assert tensor.tolist() == [1.0, 1.0]
 
     run_threads(1, work)
 
