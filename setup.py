@@ -12,13 +12,14 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 _MODULES = (
-    "board", "engine_inbox", "exponents", "initial", "margin_softmax", "pack", "parallel", "reduce", "row_update", "sample",
-    "shm",
+    "arrivals", "board", "engine_inbox", "exponents", "initial", "margin_softmax", "pack", "parallel", "reduce",
+    "row_update", "sample", "shm", "tensor_reader",
 )  # fmt: skip
-_HEADERS = ("bindings_head", "check", "clones", "exponential", "ranges", "row_values", "splitmix", "types")
-SOURCES = [
-    f"csrc/{name}.cc" for name in ("bindings", "bindings_head", "row_sgd", "shm_buckets", "shm_parcels", *_MODULES)
-]
+_HEADERS = (
+    "bindings_arrivals", "bindings_head", "check", "clones", "exponential", "ranges", "row_values", "splitmix", "types",
+)  # fmt: skip
+_SOURCES = ("bindings", "bindings_arrivals", "bindings_head", "row_sgd", "shm_buckets", "shm_parcels")
+SOURCES = [f"csrc/{name}.cc" for name in (*_SOURCES, *_MODULES)]
 HEADERS = [f"csrc/{name}.h" for name in (*_HEADERS, *_MODULES)]
 
 

@@ -8,6 +8,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings_arrivals.h"
 #include "bindings_head.h"
 #include "check.h"
 #include "engine_inbox.h"
@@ -346,6 +347,7 @@ NB_MODULE(_native, module) {
     bind_shared_memory(module);
     bind_engine_inbox(module);
     bind_exponents(module);
+    bind_arrivals(module);
     bind_head(module);
 
     module.def(

@@ -146,6 +146,11 @@ class BucketOptimizer:
                 "pass of its module, or later; call optimizer.step() after backward()"
             )
 
+    @property
+    def watches(self) -> bool:
+        """Whether ``gradient_comes`` may raise for further gradients of the present backward pass."""
+        return bool(self._outstanding or self._stale)
+
     def finish(self) -> None:
         """Take all outstanding steps."""
         while self._pending:

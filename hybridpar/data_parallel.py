@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +121,8 @@ class DataParallel(nn.Module):
         if optimizer is not None:
             self._stepper = BucketOptimizer(optimizer, module, named, self._engine, settle, self._timeline)
             self.optimizer = self._stepper.optimizer
-        self._hooks = GradientHooks(module, self._parameters_sent, self._before_accumulation, self._after_accumulation)
+        arrivals, around = self._engine.arrivals, (self._before_accumulation, self._after_accumulation)
+        self._hooks = GradientHooks(module, self._parameters_sent, *around, arrivals)
         for bucket in self._engine.buckets:
             self._hooks.follow(bucket.members[-1])
         _OPEN.add(self)
@@ -187,6 +188,7 @@ class DataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate locally; the next one outside sends the sum of all of them."""
         before, self._synchronise = self._synchronise, False
+        self._engine.arrivals.counting = False
         try:
             yield
         finally:
@@ -269,19 +271,20 @@ class DataParallel(nn.Module):
         return None if summed else gradient
 
     def _submit(self, number: int, gradients: Sequence[Tensor | None]) -> None:
-        for gradient in gradients:
-            if gradient is not None and gradient.layout is not torch.strided:
-                _refuse_layout(gradient)
         self._engine.submit_bucket(number, gradients)
 
     def _begin_backward(self) -> None:
         self._backward_running = True
         self._backward_span = self._timeline.span("backward", row=COMPUTATION)
         self._backward_span.__enter__()
+        # On CUDA the engine must note on which stream each becomes ready; a stepper looks for uses that are too early.
+        watches = self._stepper is not None and self._stepper.watches
+        self._engine.arrivals.counting = self._parameters_sent[0].is_cpu and not watches
         # Runs on this thread when the whole backward pass is done, before backward() returns.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _finish_backward(self) -> None:
+        self._engine.arrivals.counting = False
         for number in self._engine.open_buckets():
             self._submit(number, [self._late(index) for index in self._engine.members(number)])
         self._backward_span.__exit__(None, None, None)
@@ -318,10 +321,6 @@ class DataParallel(nn.Module):
     def _prepare_replan(self) -> None:
         if self._stepper is not None:
             self._stepper.prepare_replan()
-
-
-def _refuse_layout(gradient: Tensor) -> NoReturn:
-    raise TypeError(f"DataParallel: expected dense gradients, got {gradient.layout}; use sparse=False")
 
 
 def _is_sharded(parameter: Tensor) -> bool:

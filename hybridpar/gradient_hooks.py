@@ -6,10 +6,12 @@ refers to its wrapper closes a cycle through C++, which Python's garbage collect
 would never end. So hooks refer to it weakly, and the module keeps it, by a cycle that the collector sees.
 
 # Note [one hook for each]
-Autograd needs about a microsecond to call Python, which is most of what a hook costs, and a large model has a thousand
-parameters. Only the hook in front can prevent that backward adds to a gradient. So it is the one that all parameters
-have, and it counts; the hook behind is added to those of which somebody must know when they are done, which are the
-last ones of their buckets. It can be added from the hook in front: autograd looks for it when it has accumulated.
+Autograd needs about a microsecond to call a hook, and a large model has a thousand parameters. Only the hook in front
+can prevent that backward adds to a gradient. So it is the one that all parameters have, and it counts, in compiled
+code: for most gradients of an ordinary backward pass, those that have no earlier one and leave their bucket incomplete,
+that is all there is to do. Python, which would run with cold caches between gradients, is called for the others. The
+hook behind is added to those of which somebody must know when they are done, which are the last ones of their buckets.
+It can be added from the hook in front: autograd looks for it when it has accumulated.
 
 # Note [other accumulators]
 The hook in front belongs to the parameter's accumulator, and torch gives the parameter another one when its dtype or
@@ -19,7 +21,6 @@ are followed from the beginning, and gradients that came without the hook in fro
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
+
+from hybridpar.kernels import _native
 
 _KEEPER = "_hybridpar_keeper"
 # On accumulators, whose metadata are copied and saved with nothing.
@@ -42,6 +45,8 @@ class GradientHooks:
         before: method of the wrapper, called with an index into ``parameters`` and the parameter when backward is
             about to add to its ``.grad``.
         after: the same, once it has; for parameters that were given to ``follow``.
+        arrivals: while it is ``counting``, gradients of which nothing else must be known are added to it without a call
+            of ``before``: see Note [one hook for each].
     """
 
     def __init__(
@@ -50,11 +55,12 @@ class GradientHooks:
         parameters: Sequence[Tensor],
         before: Callable[[int, Tensor], None],
         after: Callable[[int, Tensor], None],
+        arrivals: _native.Arrivals,
     ) -> None:
-        self._module, self._parameters = module, parameters
+        self._module, self._parameters, self._arrivals = module, parameters, arrivals
         self._owner = weakref.ref(before.__self__)  # type: ignore[attr-defined]
         self._after = after.__func__  # type: ignore[attr-defined]
-        self._call = _before(self._owner, before.__func__, parameters)  # type: ignore[attr-defined]
+        self._before = _before(self._owner, before.__func__)  # type: ignore[attr-defined]
         # A hook on the tensor would also run for torch.autograd.grad, which does not touch .grad. The tensor does not
         # keep its accumulator alive.
         self._accumulators = [get_gradient_edge(parameter).node for parameter in parameters]
@@ -84,7 +90,8 @@ class GradientHooks:
 
     def _watch(self, index: int) -> None:
         node = self._accumulators[index]
-        self._handles.append(node.register_prehook(functools.partial(self._call, index)))
+        hook = self._arrivals.hook(index, self._parameters[index], self._before)
+        self._handles.append(node.register_prehook(hook))
         _metadata(node)[_WATCHED] = True
 
     def __bool__(self) -> bool:
@@ -123,12 +130,9 @@ class _Keeper:
 # Note [life of a wrapper]: they hold its class's function and refer to itself weakly; it takes them away when it goes.
 
 
-def _before(
-    owner: Callable[[], Any], function: Callable[[Any, int, Tensor], None], parameters: Sequence[Tensor]
-) -> Callable[[int, Any], None]:
-    def call(index: int, gradients: Any) -> None:
-        if gradients[0] is not None:  # None: a function of the user's has no gradient for it, and nothing is added
-            function(owner(), index, parameters[index])
+def _before(owner: Callable[[], Any], function: Callable[[Any, int, Tensor], None]) -> Callable[[int, Tensor], None]:
+    def call(index: int, parameter: Tensor) -> None:
+        function(owner(), index, parameter)
 
     return call
 

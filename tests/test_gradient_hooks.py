@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import hybridpar as hp
 from hybridpar.comm.lanes.lane import Lane
 from hybridpar.gradient_hooks import GradientHooks, has_hooks
+from hybridpar.kernels import _native
 from tests.head.cases import errors_of
 from tests.ranks import run_threads
 from tests.waits import Waits
@@ -25,7 +27,8 @@ class Owner:
         self.calls: list[tuple[str, int, float | None]] = []
         self._follow = follow
         self.parameters: list[Tensor] = list(module.parameters())
-        self.hooks = GradientHooks(module, self.parameters, self.before, self.after)
+        self.arrivals = _native.Arrivals()
+        self.hooks = GradientHooks(module, self.parameters, self.before, self.after, self.arrivals)
 
     def before(self, index: int, parameter: Tensor) -> None:
         self.calls.append(("before", index, _first(parameter)))
@@ -72,6 +75,46 @@ def test_before_is_called_for_each_parameter_and_after_for_those_that_are_follow
     assert sorted(owner.calls[:3]) == [("after", 1, 3.0), ("before", 0, None), ("before", 1, None)]
     assert sorted(owner.calls[3:]) == [("after", 1, 6.0), ("before", 0, 3.0), ("before", 1, 3.0)]
     assert owner.calls.index(("before", 1, None)) + 1 == owner.calls.index(("after", 1, 3.0))
+
+
+def test_gradients_of_which_nothing_must_be_known_are_counted_without_a_call() -> None:
+    """The last one of a bucket, and one that is added to another, are called for; so are all when nothing counts."""
+    module = Sum()
+    owner = Owner(module)
+    owner.arrivals.arrange([0, 0])
+    owner.arrivals.counting = True
+    module(3.0).backward()
+    (name, last, gradient), other = owner.calls[0], 1 - owner.calls[0][1]
+    assert (name, gradient, len(owner.calls)) == ("before", None, 1)
+    assert other in owner.arrivals and last not in owner.arrivals
+    assert [parameter.grad.item() for parameter in owner.parameters] == [3.0, 3.0]  # type: ignore[union-attr]
+
+    owner.arrivals.clear(0)
+    owner.calls.clear()
+    module(2.0).backward()
+    assert sorted(owner.calls) == [("before", 0, 3.0), ("before", 1, 3.0)] and owner.arrivals.count(0) == 0
+
+    owner.calls.clear()
+    owner.arrivals.add(other)
+    module.zero_grad()
+    module(1.0).backward()
+    assert sorted(owner.calls) == [("before", 0, None), ("before", 1, None)]
+
+    owner.calls.clear()
+    owner.arrivals.clear(0)
+    owner.arrivals.counting = False
+    module.zero_grad()
+    module(1.0).backward()
+    assert sorted(owner.calls) == [("before", 0, None), ("before", 1, None)] and owner.arrivals.count(0) == 0
+
+
+def test_a_gradient_that_is_lost_is_not_counted() -> None:
+    module = Sum()
+    owner = Owner(module)
+    owner.arrivals.arrange([0, 0])
+    owner.arrivals.counting = True
+    module(3.0, lossy=True).backward()
+    assert owner.arrivals.count(0) == 1 and 0 in owner.arrivals and not owner.calls
 
 
 def test_nothing_is_called_where_nothing_is_added() -> None:
@@ -207,3 +250,33 @@ def test_a_bucket_travels_with_its_last_gradient_whichever_that_is(
             x.sum().backward()
 
     run_threads(2, work)
+
+
+def test_python_is_called_for_the_first_and_the_last_gradient_of_a_bucket_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all of them where gradients are there already or are not synchronised."""
+    calls: list[int] = []
+    original = hp.DataParallel._before_accumulation
+
+    def before(self: hp.DataParallel, index: int, parameter: Tensor) -> None:
+        calls.append(index)
+        original(self, index, parameter)
+
+    monkeypatch.setattr(hp.DataParallel, "_before_accumulation", before)
+
+    def work(group: Any) -> list[int]:
+        module = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(10)])
+        parallel = hp.DataParallel(module, group=group)
+        counts = []
+        for clear, synchronise in ((True, True), (True, True), (False, True), (True, False)):
+            if clear:
+                parallel.zero_grad()
+            calls.clear()
+            with contextlib.nullcontext() if synchronise else parallel.no_sync():
+                torch.stack([parameter.sum() for parameter in module]).sum().backward()
+            counts.append(len(calls))
+            expected = 1.0 if clear else 2.0
+            assert all(parameter.grad.tolist() == [expected] * 2 for parameter in module)  # type: ignore[union-attr]
+        parallel.close()
+        return counts
+
+    assert run_threads(1, work) == [[2, 2, 10, 10]]

@@ -53,11 +53,15 @@ class Worker:
         Raises:
             RuntimeError: the worker is closed.
         """
-        if not self._finalizer.alive:
-            raise RuntimeError(f"{self._name}: expected an open communication thread, got one that was closed")
+        self.check_open()
         future: Future[Any] = Future()
         self._queue.put((future, function, arguments))
         return future
+
+    def check_open(self) -> None:
+        """Raises RuntimeError where ``submit`` would."""
+        if not self._finalizer.alive:
+            raise RuntimeError(f"{self._name}: expected an open communication thread, got one that was closed")
 
     def close(self) -> None:
         """End the thread when its queue is empty."""

@@ -5,8 +5,11 @@ are contiguous; else geometry_at[i] is -1 for a contiguous tensor, or the place 
 (dimensions, shape..., strides in elements...). The pointers must stay valid during the call, which releases the GIL.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
+import torch
 
 FLOAT32: int
 FLOAT64: int
@@ -157,6 +160,65 @@ class EngineInbox:
 
     def stop(self, why: str) -> None:
         """From now on functions complete with this error as they run, and those that wait do so now."""
+
+class Arrivals:
+    """Which tensors have arrived in a round, by bucket (csrc/arrivals.h). At first it knows no tensor.
+
+    ``counting``: hooks may add arrivals. False at first.
+    """
+
+    counting: bool
+
+    def arrange(self, buckets: list[int]) -> None:
+        """``buckets``: for each tensor the number of its bucket. Nothing has arrived."""
+
+    def __contains__(self, tensor: int) -> bool: ...
+    def add(self, tensor: int) -> bool:
+        """A tensor that has not arrived yet does so now. Returns whether its bucket is complete."""
+
+    def count(self, bucket: int) -> int:
+        """How many of a bucket's tensors have arrived."""
+
+    def clear(self, bucket: int) -> None:
+        """None of a bucket's tensors has arrived."""
+
+    def hook(
+        self, index: int, parameter: torch.Tensor, otherwise: Callable[[int, torch.Tensor], None]
+    ) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
+        """For the front of a parameter's accumulator: adds tensor ``index``, if nothing else is to be done.
+
+        Else, that is unless ``counting``, the tensor has not arrived, is not the last one of its bucket to do so, and
+        ``parameter.grad`` is None, it calls ``otherwise(index, parameter)``. It does nothing where there is no gradient
+        to accumulate.
+        """
+
+def mark_gradients(parameters: list[torch.Tensor], name: str, mark: object) -> list[torch.Tensor]:
+    """Set attribute ``name`` of all gradients to ``mark``. Returns the parameters of those that had another value.
+
+    These keep it. A parameter whose ``grad`` is None is passed over.
+    """
+
+class TensorReader:
+    """Reads what tensors are without a call of Python for each (csrc/tensor_reader.h).
+
+    ``exchange``: the capsule that torch.Tensor has as ``__dlpack_c_exchange_api__``.
+    """
+
+    def __init__(self, exchange: object) -> None: ...
+    def fit(self, tensors: list[torch.Tensor | None], dtype: int, shapes: npt.NDArray[np.int64]) -> bool:
+        """Whether all are there, dense, on CPU, and of this dtype and their shapes.
+
+        ``shapes``: of each tensor its number of dimensions and their extents, one tensor behind the other.
+        """
+
+    def find(
+        self,
+        tensors: list[torch.Tensor | None],
+        dtype: int,
+        counts: npt.NDArray[np.int64],
+        addresses: npt.NDArray[np.int64],
+    ) -> bool:
+        """Write the tensors' addresses. False, if any is missing, not contiguous, empty, or otherwise not as said."""
 
 class Chunk:
     """Products [classes, batch] between rows and features (csrc/margin_softmax.h).

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hybridpar.kernels import _native
 from hybridpar.kernels.packing import _NONE, CODES, _written, pack, unpack
+from hybridpar.kernels.tensor_reader import Addresses
 
 
 class PackTable:
@@ -26,13 +26,14 @@ class PackTable:
     def __init__(self, counts: Sequence[int], dtype: torch.dtype) -> None:
         self._counts = list(counts)
         self._count_array = np.array(self._counts, dtype=np.int64)
+        self._addresses = Addresses(counts, dtype)
         self._dtypes = np.full(len(self._counts), CODES[dtype], dtype=np.uint8)
 
     def pack(
         self, tensors: Sequence[torch.Tensor | None], bucket: torch.Tensor, scale: float = 1.0
     ) -> int | torch.Tensor:
         """See `hybridpar.kernels.pack`."""
-        addresses = self._addresses(tensors, bucket)
+        addresses = self._addresses.find(tensors) if bucket.is_cpu else None
         if addresses is None:
             return pack(tensors, self._counts, bucket, scale)
         known = addresses, self._count_array, self._dtypes, _NONE, _NONE
@@ -44,20 +45,10 @@ class PackTable:
         self, bucket: torch.Tensor, tensors: Sequence[torch.Tensor | None], scale: float = 1.0
     ) -> int | torch.Tensor:
         """See `hybridpar.kernels.unpack`."""
-        addresses = self._addresses(tensors, bucket)
+        addresses = self._addresses.find(tensors) if bucket.is_cpu else None
         if addresses is None:
             return unpack(bucket, self._counts, tensors, scale)
         known = addresses, self._count_array, self._dtypes, _NONE, _NONE
         nonfinite = _native.unpack(bucket.data_ptr(), bucket.numel(), CODES[bucket.dtype], *known, scale)
         _written(tensors)  # type: ignore[arg-type]
         return nonfinite
-
-    def _addresses(self, tensors: Sequence[torch.Tensor | None], bucket: torch.Tensor) -> npt.NDArray[np.int64] | None:
-        """None where something is out of the ordinary: a missing or empty tensor, strides, another device."""
-        if not bucket.is_cpu or any(tensor is None for tensor in tensors):
-            return None
-        present: Sequence[torch.Tensor] = tensors  # type: ignore[assignment]
-        if not all(map(torch.Tensor.is_contiguous, present)):
-            return None
-        addresses = np.fromiter(map(torch.Tensor.data_ptr, present), np.int64, len(self._counts))
-        return addresses if addresses.all() else None

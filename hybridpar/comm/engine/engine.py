@@ -19,6 +19,7 @@ its own tensors were packed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from hybridpar.comm.agreement import check_same_settings
 from hybridpar.comm.buckets import Bucket, check_same_tensors, plan_buckets
+from hybridpar.comm.engine import held_back
 from hybridpar.comm.engine.codec import Codec, carry_over, make_codec
 from hybridpar.comm.engine.plan import DEFAULT_PLAN, Plan
 from hybridpar.comm.engine.round_report import report_of
@@ -35,8 +37,11 @@ from hybridpar.comm.engine.tracks import Tracks
 from hybridpar.comm.errors import NonFiniteError
 from hybridpar.comm.group import Group
 from hybridpar.comm.timeline.timeline import NoTimeline, Timeline
+from hybridpar.kernels import _native
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# Seconds between the last bucket's being complete and flush, at most, for it to be worth holding back.
+_AT_ONCE = 1e-3
 
 
 class Engine:
@@ -57,6 +62,7 @@ class Engine:
 
     Attributes:
         plan: the present one.
+        arrivals: which tensors have been announced in the present round.
 
     Raises:
         ValueError: the ranks' arguments differ (on every rank).
@@ -77,6 +83,7 @@ class Engine:
         self._group, self._scale = group, scale
         self._timeline = NoTimeline() if timeline is None else timeline
         self._tracks = Tracks(group, "hybridpar-engine")
+        self.arrivals = _native.Arrivals()
         self._names: list[str] = []
         self._examples: list[Tensor] = []
         self._order: list[int] = []
@@ -84,6 +91,8 @@ class Engine:
         self._home: list[BucketRound] = []  # of each tensor
         # The next bucket to send; how many are undelivered in a closed round; rounds so far.
         self._next, self._outstanding, self._count = 0, 0, 0
+        # Whether flush was called as soon as the last bucket was complete, in the round before.
+        self._came_at_once = False
         self._failure: str | None = None
 
     @property
@@ -129,6 +138,7 @@ class Engine:
         self._names, self._order = list(names), list(order)
         self._examples = [torch.empty_like(tensor, device="meta") for tensor in tensors]
         self._device = tensors[0].device if tensors else torch.device("cpu")
+        self._on_host = self._device.type == "cpu"
         self._rounds = []
         self.replan(self.plan, launch_order)
 
@@ -147,7 +157,7 @@ class Engine:
             ValueError: the ranks' arguments differ (on every rank), or launch_order does not name each bucket once.
             RuntimeError: a round has begun.
         """
-        if any(current.tensors or current.announced or current.closed for current in self._rounds):
+        if any(current.begun for current in self._rounds):
             raise RuntimeError("replan: expected to be called between rounds, got tensors that wait for flush()")
         launch = None if launch_order is None else list(launch_order)
         plan = plan.resolved(len(self._group.hosts))
@@ -163,14 +173,18 @@ class Engine:
         if not buckets:
             return
         tracks = self._tracks.arrange(plan, self._device)
-        for number, bucket in enumerate(buckets[place] for place in launch):
+        launched = [buckets[place] for place in launch]
+        home = {index: number for number, bucket in enumerate(launched) for index in bucket.members}
+        self.arrivals.arrange([home[index] for index in range(len(home))])
+        for number, bucket in enumerate(launched):
             track = tracks[number % len(tracks)]
             codec = make_codec(bucket, plan.wire, track.lane, self._device, self._scale)
             examples = [self._examples[index] for index in bucket.members]
             names = [self._names[index] for index in bucket.members]
-            self._rounds.append(BucketRound(number, codec, track, examples, names, self._device, self._timeline))
-        home = {index: current for current in self._rounds for index in current.members}
-        self._home = [home[index] for index in range(len(home))]
+            self._rounds.append(
+                BucketRound(number, codec, track, examples, names, self._device, self.arrivals, self._timeline)
+            )
+        self._home = [self._rounds[home[index]] for index in range(len(home))]
         carry_over(old, [current.codec for current in self._rounds])
         self._next = 0
 
@@ -204,7 +218,7 @@ class Engine:
 
     def announced(self, index: int) -> bool:
         """Whether tensor ``index`` was announced in this round."""
-        return index in self._home[index].announced
+        return index in self.arrivals
 
     def submit_bucket(self, number: int, tensors: Sequence[Tensor | None]) -> None:
         """The tensors of bucket ``number`` of ``buckets`` are ready, in its order; None: not in this round.
@@ -250,9 +264,15 @@ class Engine:
             NonFiniteError: with ``check_finite``, on every rank: a sum is not finite. Names the first such tensor and
                 the ranks whose values are not finite. All tensors hold their sums; the next round is not affected.
         """
-        self.close_round()
+        last = self._rounds[-1] if self._rounds else None
+        self._came_at_once = self._next < len(self._rounds) or (
+            last is not None and time.perf_counter() - last.times.ready < _AT_ONCE
+        )
+        self._close()
         received: dict[int, Tensor] = {}
         try:
+            if last is not None:
+                last.exchange_held()
             for current in self._rounds:
                 self._arrive(current)
                 received |= current.received
@@ -267,14 +287,9 @@ class Engine:
 
     def close_round(self) -> None:
         """End the round, without waiting: tensors not submitted count as zero. ``deliver`` every bucket after it."""
-        for current in self._rounds:
-            current.closed = True
-        self._outstanding = len(self._rounds)
-        try:
-            self._send_complete()
-        except BaseException:
-            self._end_round()
-            raise
+        self._came_at_once = False
+        held_back.let_go()
+        self._close()
 
     def deliver(self, number: int) -> dict[int, Tensor]:
         """Wait for bucket ``number`` of ``buckets`` and write its sums; after ``close_round``, once for each.
@@ -303,6 +318,8 @@ class Engine:
 
     def close(self) -> None:
         """Free the threads and the communicators. Collective where the library demands it."""
+        for current in self._rounds:
+            held_back.take(current)
         self._tracks.close()
 
     def _end_round(self) -> None:
@@ -311,17 +328,33 @@ class Engine:
         self._next = self._outstanding = 0
         self._count += 1
 
+    def _close(self) -> None:
+        for current in self._rounds:
+            current.closed = True
+        self._outstanding = len(self._rounds)
+        try:
+            self._send_complete()
+        except BaseException:
+            self._end_round()
+            raise
+
     def _send_complete(self) -> None:
         """Note [fixed plan]: hand every bucket that is next and complete to its track."""
         while self._next < len(self._rounds) and self._rounds[self._next].complete:
             if self._failure is not None:
                 raise RuntimeError(f"not sent, because an earlier operation of this engine failed: {self._failure}")
             try:
-                self._rounds[self._next].send()
+                self._rounds[self._next].send(self._may_hold())
             except BaseException as error:
                 self._fail(error)
                 raise
             self._next += 1
+
+    def _may_hold(self) -> bool:
+        """See Note [held back]."""
+        *others, _ = self._rounds
+        is_last = self._next == len(others)
+        return self._came_at_once and is_last and self._on_host and all(each.exchanged for each in others)
 
     def _arrive(self, current: BucketRound) -> None:
         """Wait for a bucket and write its sums. If it failed, no other thread works on any when this returns."""

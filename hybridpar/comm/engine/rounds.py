@@ -17,12 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpar.comm.engine import held_back
 from hybridpar.comm.engine.codec import Codec, Count
 from hybridpar.comm.engine.tracks import Track
 from hybridpar.comm.errors import CommunicationError
 from hybridpar.comm.lanes.lane import describe
 from hybridpar.comm.timeline.timeline import Timeline
 from hybridpar.comm.timeline.trace import COMPUTATION
+from hybridpar.kernels import _native
+from hybridpar.kernels.tensor_reader import Expected
 
 # Tensors in a bucket that the caller packs, at least, and bytes of each on average, at most: copying as many takes ten
 # times as long as the lock is needed.
@@ -52,6 +55,7 @@ class BucketRound:
         codec: how it travels.
         examples: of its tensors: shapes count.
         names: of its tensors.
+        arrivals: where its tensors are noted when they are announced.
     """
 
     def __init__(
@@ -62,17 +66,18 @@ class BucketRound:
         examples: Sequence[Tensor],
         names: Sequence[str],
         device: torch.device,
+        arrivals: _native.Arrivals,
         timeline: Timeline,
     ) -> None:
         self.number, self.codec, self.track = number, codec, track
         self.members = codec.bucket.members
         self.shapes = {index: example.shape for index, example in zip(self.members, examples, strict=True)}
-        self._shapes_in_order = [example.shape for example in examples]
         self.names = dict(zip(self.members, names, strict=True))
         self.dtype, self._device = codec.bucket.dtype, device
+        self._expected = Expected(list(self.shapes.values()), self.dtype, device)
         self._device_number = torch.empty(0, device=device).get_device()
         self.times = Times()
-        self._timeline = timeline
+        self._timeline, self._arrivals = timeline, arrivals
         small = codec.bucket.numel * self.dtype.itemsize <= _SMALL * len(self.members)
         many = len(self.members) >= _MANY
         self._caller_packs = many and small and device.type == "cpu" and codec.residual is None
@@ -82,7 +87,8 @@ class BucketRound:
     def reset(self) -> None:
         """A new round."""
         self.crossing.reset()
-        self.announced: set[int] = set()
+        held_back.take(self)
+        self._arrivals.clear(self.number)
         self.tensors: dict[int, Tensor] = {}
         self.received: dict[int, Tensor] = {}
         # In bucket order.
@@ -94,18 +100,21 @@ class BucketRound:
         self._future: Future[Any] | None = None
 
     @property
+    def begun(self) -> bool:
+        """Whether there is anything of the present round."""
+        return bool(self.tensors) or self.closed or self._arrivals.count(self.number) > 0
+
+    @property
     def complete(self) -> bool:
         return self.closed or len(self.tensors) == len(self.members)
 
     def announce(self, index: int) -> bool:
         """A tensor will be among those of ``take``. Whether all are, now. Raises as ``give``."""
-        announced = self.announced
-        if index in announced or self.closed:
+        if index in self._arrivals or self.closed:
             self._check_open([index])
-        announced.add(index)
         if self._device_number >= 0:
             self.crossing.submitted()
-        return len(announced) == len(self.members)
+        return self._arrivals.add(index)
 
     def give(self, index: int, tensor: Tensor) -> None:
         """One tensor. Raises ValueError where it is not as registered, RuntimeError where there is one already."""
@@ -118,38 +127,66 @@ class BucketRound:
     def take(self, tensors: Sequence[Tensor | None]) -> None:
         """All tensors of the bucket at once; None where there is none. Raises as ``give``."""
         self._check_open(self.tensors)
-        present = [tensor for tensor in tensors if tensor is not None]
-        # One pass in C for each property costs a third of a check of each tensor.
-        fit = (
-            [tensor.shape for tensor in present] == self._shapes_in_order
-            and {tensor.dtype for tensor in present} == {self.dtype}
-            and set(map(Tensor.get_device, present)) == {self._device_number}
-        )
+        fit = self._expected.fit(tensors)
         for index, tensor in () if fit else zip(self.members, tensors, strict=True):
             if tensor is not None:
                 self._check(index, tensor)
-            elif index in self.announced:
+            elif index in self._arrivals:
                 raise RuntimeError(
                     f"{self.names[index]}: expected the tensor that was announced, got None; hooks must leave "
                     "gradients in place until backward is over"
                 )
-        self.tensors = {
-            index: tensor for index, tensor in zip(self.members, tensors, strict=True) if tensor is not None
-        }
+        given = zip(self.members, tensors, strict=True)
+        self.tensors = dict(given) if fit else {index: tensor for index, tensor in given if tensor is not None}  # type: ignore[arg-type]
         if self._device_number >= 0:
             self.crossing.submitted()  # for those that were not announced
 
-    def send(self) -> None:
-        """Give it to the track, and return at once. See Note [who packs]."""
+    def send(self, hold: bool) -> None:
+        """Give it to the track, and return at once. See Note [who packs].
+
+        Args:
+            hold: do so only if another bucket is sent before ``exchange_held``. See Note [held back].
+        """
         if self._caller_packs:
             with torch.no_grad(), self._timeline.span("pack", row=COMPUTATION, bucket=self.number):
                 self._pack()
         self.times = Times(ready=time.perf_counter())
         self.crossing.complete()
+        if hold:
+            self.track.check_open()
+            held_back.hold(self)
+        else:
+            held_back.let_go()
+            self.hand_over()
+
+    def hand_over(self) -> None:
+        """To the track's thread."""
         self._future = self.track.submit(self._travel)
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether it has been sent, and nothing works on it any longer."""
+        return self._future is not None and self._future.done()
+
+    def exchange_held(self) -> None:
+        """Here and now, if it was held back. What goes wrong is raised by ``wait``."""
+        if not held_back.take(self):
+            return
+        future: Future[Any] = Future()
+        started = time.perf_counter()
+        with torch.no_grad(), self._timeline.span("wait", row=COMPUTATION, bucket=self.number):
+            try:
+                self._travel()
+                future.set_result(None)
+            except BaseException as error:
+                future.set_exception(error)
+        self.times.waited = time.perf_counter() - started
+        self._future = future
 
     def wait(self) -> None:
         """Until the sums are there. Raises what went wrong on the way."""
+        self.exchange_held()
+        held_back.let_go()
         assert self._future is not None
         if not self._future.done():
             started = time.perf_counter()
@@ -160,6 +197,7 @@ class BucketRound:
 
     def settle(self) -> None:
         """After a failure: until no thread works on it any more, whatever became of it."""
+        held_back.take(self)
         if self._future is not None:
             self._future.exception()
 
@@ -192,6 +230,11 @@ class BucketRound:
         return found
 
     def _check(self, index: int, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"{self.names[index]}: expected dense gradients, got one of {tensor.layout}; use sparse=False in the "
+                "module that makes it"
+            )
         if (
             tensor.shape != self.shapes[index]
             or tensor.dtype is not self.dtype
@@ -205,7 +248,7 @@ class BucketRound:
     def _check_open(self, indices: Iterable[int]) -> None:
         """For tensors that are to come."""
         for index in indices:
-            if index in self.tensors or index in self.announced:
+            if index in self.tensors or index in self._arrivals:
                 raise RuntimeError(
                     f"{self.names[index]} was submitted twice in one round: expected one backward pass for each "
                     "flush; use no_sync() for all backward passes but the last, and use_reentrant=False in "
@@ -216,7 +259,7 @@ class BucketRound:
             raise RuntimeError(f"{name} was submitted into a closed round: expected every bucket to be delivered first")
 
     def _travel(self) -> None:
-        """On the track's thread."""
+        """On the track's thread, or on the caller's: see Note [held back]."""
         with self.crossing.sending():
             self._pack_and_exchange()
             if len(self.tensors) < len(self.members):

@@ -40,6 +40,10 @@ class Track:
         """Run it after all that was submitted before, and return at once."""
         return self._worker.submit(function)
 
+    def check_open(self) -> None:
+        """Raises RuntimeError where ``submit`` would."""
+        self._worker.check_open()
+
 
 class Tracks:
     """The communicators and threads of an engine. Those of one route are used again by the next plan."""

@@ -34,8 +34,8 @@ from hybridpar.topology import Switches, switches
 
 _LOG = logging.getLogger(__name__)
 
-# Note [search]: in this order. The wire comes last, since it changes what is computed. What can be compressed depends on
-# it; what that saves may be less than what wires differ by, and is looked at by itself, too.
+# Note [search]: in this order. The wire comes last, since it changes what is computed. What can be compressed depends
+# on it; what that saves may be less than what wires differ by, and is looked at by itself, too.
 _PROPERTIES = (("route",), ("bucket_bytes",), ("tracks",), ("wire", "compress_exponents"), ("compress_exponents",))
 
 
