@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 import hybridpar as hp
-from hybridpar.kernels.exponents import compress, compressed_bound, expand
+from hybridpar.comm.lanes.exponents import compress, compressed_bound, expand
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -16,7 +16,7 @@ from hybridpar.comm.engine.plan import Plan
 from hybridpar.comm.engine.tuner import FixedPlan, Tuner, TunerSettings, make_tuner
 from hybridpar.comm.engine.wire import Wire
 from hybridpar.comm.group import Group
-from hybridpar.kernels.exponents import DTYPES as COMPRESSIBLE
+from hybridpar.comm.lanes.exponents import DTYPES as COMPRESSIBLE
 
 # Rounds under one plan before its times are believed.
 _SETTLED = 5

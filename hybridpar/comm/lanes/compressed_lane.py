@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm.errors import CommunicationError
+from hybridpar.comm.lanes.exponents import DTYPES, compress, compressed_bound, expand
 from hybridpar.comm.lanes.lane import Lane, Op, describe, written
-from hybridpar.kernels.exponents import DTYPES, compress, compressed_bound, expand
 
 # Below this, for each other rank, messages are mostly latency.
 _LEAST_BYTES = 64 << 10

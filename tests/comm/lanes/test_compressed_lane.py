@@ -14,9 +14,9 @@ from hybridpar.comm.group import thread_groups
 from hybridpar.comm.lanes import torch_lane
 from hybridpar.comm.lanes.compose import Ways, compose
 from hybridpar.comm.lanes.compressed_lane import CompressedLane
+from hybridpar.comm.lanes.exponents import compress, compressed_bound
 from hybridpar.comm.lanes.lane import Lane
 from hybridpar.comm.lanes.routes import StripedLane
-from hybridpar.kernels.exponents import compress, compressed_bound
 from tests.comm.lanes.lane_contract import CHECKS, Check
 from tests.ranks import run_processes, run_threads
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridpar.kernels import _native
-from hybridpar.kernels.packing import CODES
+import hybridpar.kernels._native as _native
 
-DTYPES = (torch.bfloat16, torch.float32)
+_CODES = {torch.bfloat16: _native.BFLOAT16, torch.float32: _native.FLOAT32}
+DTYPES = tuple(_CODES)
 
 
 def compressed_bound(count: int, dtype: torch.dtype) -> int:
@@ -57,9 +57,9 @@ def expand(source: Tensor, values: Tensor, *, add: bool = False) -> None:
 
 
 def _code(dtype: torch.dtype) -> int:
-    if dtype not in DTYPES:
+    if dtype not in _CODES:
         raise TypeError(f"expected bfloat16 or float32, got {dtype}; other formats have few bits of exponent to spare")
-    return CODES[dtype]
+    return _CODES[dtype]
 
 
 def _checked(values: Tensor, form: Tensor) -> int:

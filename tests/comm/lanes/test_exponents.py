@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridpar.kernels.exponents import compress, compressed_bound, expand
+from hybridpar.comm.lanes.exponents import compress, compressed_bound, expand
 
 BLOCK = 256
 BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
