@@ -2,13 +2,14 @@
 
     python benchmarks/exponents.py [--values 2097152] [--steps 1 50 400] [--json FILE]
 
-First table: normally distributed values, one thread; GB/s of the values, median of the repeats. *add* is expanding and
-adding to values that are there, as a rank does with what another one sent; *copy* is torch's copy of as many bytes;
+First table: drawn values, one thread; GB/s of the values, median of the repeats. *add* is expanding and adding to values
+that are there, as a rank does with what another one sent; *copy* is torch's copy of as many bytes;
 *zlib* is zlib at its fastest level, on the same bytes. Bits are those that a value takes; *least* is what the entropy
 of the exponents leaves, if sign and mantissa are noise.
 
 Second table: gradients of the replicated parameters in the trainings of `recipes/insightface` (preset glyphs: a
-convolutional network) and `recipes/bert` (preset embedded), one rank, at some of their first steps, as one bucket.
+convolutional network) and `recipes/bert` (preset embedded), one rank, at some of their first steps, as one bucket; the
+speed is that of compressing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +72,21 @@ def least_bits(values: Tensor) -> float:
     return 1 + mantissa - float((shares * shares.log2()).sum())
 
 
-def speed(dtype: torch.dtype, count: int) -> Row:
-    values = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
+def samples(count: int) -> dict[str, Tensor]:
+    """What gradients may look like: float32 [count]."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(count, generator=generator)
+    noise = torch.randint(-(1 << 31), 1 << 31, (count,), generator=generator).to(torch.int32).view(torch.float32)
+    return {
+        "normal": normal,
+        "half of them zero": normal * (torch.rand(count, generator=generator) < 0.5),
+        "third powers": normal**3,
+        "random bits": noise,
+    }
+
+
+def speed(name: str, values: Tensor) -> Row:
+    dtype, count = values.dtype, values.numel()
     form = torch.empty(compressed_bound(count, dtype), dtype=torch.uint8)
     length = compress(values, form)
     target = values.clone()
@@ -83,8 +98,8 @@ def speed(dtype: torch.dtype, count: int) -> Row:
         "copy": seconds(lambda: target.copy_(values)),
         "zlib": seconds(lambda: zlib.compress(raw, 1), 1),
     }
-    row: dict[str, object] = {"format": str(dtype).removeprefix("torch.")}
-    row |= {f"{name} GB/s": f"{values.nbytes / 1e9 / each:.2f}" for name, each in taken.items()}
+    row: dict[str, object] = {"format": str(dtype).removeprefix("torch."), "values": name}
+    row |= {f"{what} GB/s": f"{values.nbytes / 1e9 / each:.2f}" for what, each in taken.items()}
     row |= {
         "bits": f"{8 * length / count:.2f}",
         "least bits": f"{least_bits(values):.2f}",
@@ -138,7 +153,10 @@ def real(name: str, steps: list[int], folder: Path) -> Iterator[Row]:
         if step in steps:
             row: dict[str, object] = {"training": name, "values": f"{values.numel():,}", "step": step}
             for dtype in DTYPES:
-                row[f"{str(dtype).removeprefix('torch.')} bits"] = f"{bits(values.to(dtype)):.2f}"
+                kind, sent = str(dtype).removeprefix("torch."), values.to(dtype)
+                form = torch.empty(compressed_bound(sent.numel(), dtype), dtype=torch.uint8)
+                row[f"{kind} bits"] = f"{bits(sent):.2f}"
+                row[f"{kind} GB/s"] = f"{sent.nbytes / 1e9 / seconds(partial(compress, sent, form)):.2f}"
             yield row
 
 
@@ -156,8 +174,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
-    fast = [speed(dtype, options.values) for dtype in DTYPES]
-    print(table(fast, text_columns=1), flush=True)
+    fast = [speed(name, values.to(dtype)) for dtype in DTYPES for name, values in samples(options.values).items()]
+    print(table(fast, text_columns=2), flush=True)
     few: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.trainings:
