@@ -2,10 +2,10 @@
 
     python benchmarks/exponents.py [--values 2097152] [--steps 1 50 400] [--json FILE]
 
-First table: drawn values, one thread; GB/s of the values, median of the repeats. *add* is expanding and adding to values
-that are there, as a rank does with what another one sent; *copy* is torch's copy of as many bytes;
-*zlib* is zlib at its fastest level, on the same bytes. Bits are those that a value takes; *least* is what the entropy
-of the exponents leaves, if sign and mantissa are noise.
+First table: drawn values, one thread; GB/s of the values, median of the repeats. *add* is expanding, and adding to what
+is there, as a rank does with what another one sent; *copy* is torch's copy of as many bytes; *zlib* is zlib at its
+fastest level, on the same bytes. Bits are those that a value takes; *least* is what the entropy of exponents leaves,
+if sign and mantissa are noise.
 
 Second table: gradients of the replicated parameters in the trainings of `recipes/insightface` (preset glyphs: a
 convolutional network) and `recipes/bert` (preset embedded), one rank, at some of their first steps, as one bucket; the

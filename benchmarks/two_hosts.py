@@ -26,6 +26,7 @@ the best measurement counts.
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import statistics
@@ -104,6 +105,7 @@ def run_as_rank(options: argparse.Namespace) -> None:
         if isinstance(wrapped, hp.DataParallel):
             wrapped.close()
         del wrapped, module
+        gc.collect()  # torch's wrapper is in a cycle, and holds all gradients twice
     if group.rank == 0:
         write_json(options.result, found)
     group.barrier()

@@ -19,9 +19,14 @@ constexpr std::int64_t kBlock = kExponentBlock;
 constexpr int kLanes = 32, kDepth = 8;
 static_assert(kLanes * kDepth == kBlock);
 
-// The first byte of a block: how many bits of each exponent there are, or one of these.
-constexpr int kWidest = 4, kWhole = 8, kZeros = 255;
+// The first byte of a block: how many bits of each exponent there are, kSparse more where zeros have a code of their
+// own; or one of the others.
+constexpr int kWidest = 4, kWhole = 8, kSparse = 16, kZeros = 255;
 constexpr std::size_t kHead = 2;
+// From so many zeros on they have a code of their own. Not of fewer than two bits, so that exponents have one, too; and
+// of so many that what they save is more than the longest exponents take.
+constexpr int kManyZeros = 64, kNarrowestSparse = 2;
+static_assert(kManyZeros >= kLanes * kNarrowestSparse);
 // A window begins at the largest exponent of the block or up to so many below it.
 constexpr int kShifts = 5;
 
@@ -63,28 +68,26 @@ HYBRIDPAR_INLINE void put_together(const Parts &parts, std::uint32_t *values) {
         values[i] = static_cast<std::uint32_t>(upper[i]) << 16 | parts.lower[i];
 }
 
-template <typename Bits>
-HYBRIDPAR_INLINE bool all_zero(const Bits *values) {
-    Bits any = 0;
-    for (int i = 0; i < kBlock; ++i)
-        any |= values[i];
-    return any == 0;
-}
-
-// How many of the bytes are below a limit.
-HYBRIDPAR_INLINE int below(const Bytes &bytes, std::uint8_t limit) {
+// For how many of the numbers from 0 to 255 something holds.
+template <typename Holds>
+HYBRIDPAR_INLINE int count_where(Holds holds) {
     std::array<std::uint8_t, kLanes> counts{};
     for (int k = 0; k < kDepth; ++k)
         for (int j = 0; j < kLanes; ++j)
-            counts[j] += bytes[kLanes * k + j] < limit;
+            counts[j] += holds(kLanes * k + j);
     int total = 0;
     for (int j = 0; j < kLanes; ++j)
         total += counts[j];
     return total;
 }
 
-// Which exponents have codes of their own: those from `top` down, one less than there are codes of `width` bits; all
-// if the width is that of whole exponents.
+// How many of the bytes are below a limit.
+HYBRIDPAR_INLINE int below(const Bytes &bytes, std::uint8_t limit) {
+    return count_where([&](int i) { return bytes[i] < limit; });
+}
+
+// Which exponents have codes of their own: those from `top` down, as many as there are codes of `width` bits but for
+// the reserved ones; all if the width is that of whole exponents.
 struct Window {
     int width;
     std::uint8_t top;
@@ -92,17 +95,20 @@ struct Window {
 
 // Note [windows]
 // Nearly always the best window is close below the largest exponent, and a few counts find it. Where many exponents are
-// outside the best of those, and not because they are those of zeros, which are far from any window, all windows are
-// looked at: a value of another magnitude among the rest is enough.
+// outside the best of those, all windows are looked at: a value of another magnitude among the rest is enough. But not
+// where most of them are zero, of values that are so, or nearly, and have no code of their own: no window has them,
+// too.
 constexpr int kGood = 144;
 
-// The window from which the block takes the fewest bytes, and that number.
+// The window from which exponents take the fewest bytes, and that number.
 struct Choice {
     Window window;
     int bytes;
+    // Exponents in all: those of values with a code of their own do not count.
+    int total;
 
     HYBRIDPAR_INLINE void consider(int width, int top, int inside) {
-        const int taken = kLanes * width + static_cast<int>(kBlock) - inside;
+        const int taken = kLanes * width + total - inside;
         if (taken >= bytes) return;
         window = {width, static_cast<std::uint8_t>(top)};
         bytes = taken;
@@ -113,13 +119,13 @@ struct Choice {
 struct Histogram {
     static constexpr int kMost = (1 << kWidest) - 1;
 
-    explicit HYBRIDPAR_INLINE Histogram(const Bytes &exponents) {
+    HYBRIDPAR_INLINE Histogram(const Bytes &exponents, int zeros) {
         // Equal exponents often follow each other, and a count must not wait for the one before it.
         std::array<std::array<std::uint8_t, 256>, 4> counts{};
         for (int i = 0; i < kBlock; i += 4)
             for (int j = 0; j < 4; ++j)
                 ++counts[j][exponents[i + j]];
-        std::uint16_t total = 0;
+        auto total = static_cast<std::uint16_t>(-zeros);
         for (int i = 0; i < 256; ++i) {
             total = static_cast<std::uint16_t>(total + counts[0][i] + counts[1][i] + counts[2][i] + counts[3][i]);
             until[kMost + i + 1] = total;
@@ -135,14 +141,14 @@ struct Histogram {
     std::array<std::uint16_t, 257 + kMost> until{};
 };
 
-HYBRIDPAR_INLINE Window choose_of_all(const Bytes &exponents, Choice best) {
-    const Histogram histogram(exponents);
-    for (int width = 1; width <= kWidest; ++width) {
-        const int codes = (1 << width) - 1;
+HYBRIDPAR_INLINE Window choose_of_all(const Bytes &exponents, int zeros, int narrowest, int reserved, Choice best) {
+    const Histogram histogram(exponents, zeros);
+    for (int width = narrowest; width <= kWidest; ++width) {
+        const int codes = (1 << width) - reserved;
         std::uint16_t most = 0;
         for (int top = 0; top < 256; ++top)
             most = std::max(most, static_cast<std::uint16_t>(histogram.inside(top, codes)));
-        if (kLanes * width + static_cast<int>(kBlock) - most >= best.bytes) continue;
+        if (kLanes * width + best.total - most >= best.bytes) continue;
         int top = 0;
         while (histogram.inside(top, codes) != most)
             ++top;
@@ -151,8 +157,10 @@ HYBRIDPAR_INLINE Window choose_of_all(const Bytes &exponents, Choice best) {
     return best.window;
 }
 
-// The window with which the block is shortest. See Note [windows].
-HYBRIDPAR_INLINE Window choose(const Bytes &exponents) {
+// The window with which the block is shortest. See Note [windows]. `zeros` values have a code of their own.
+HYBRIDPAR_INLINE Window choose(const Bytes &exponents, int zeros) {
+    const int narrowest = zeros > 0 ? kNarrowestSparse : 1, reserved = zeros > 0 ? 2 : 1;
+    const int total = static_cast<int>(kBlock) - zeros;
     std::uint8_t top = 0;
     for (int i = 0; i < kBlock; ++i)
         top = std::max(top, exponents[i]);
@@ -162,23 +170,27 @@ HYBRIDPAR_INLINE Window choose(const Bytes &exponents) {
     // nearer[d]: how many are less than d below the largest.
     std::array<int, kShifts + (1 << kWidest)> nearer{};
     for (int d = 1; d < static_cast<int>(nearer.size()); ++d)
-        nearer[d] = nearer[d - 1] == kBlock ? kBlock : below(distances, static_cast<std::uint8_t>(d));
+        nearer[d] = nearer[d - 1] == total ? total : below(distances, static_cast<std::uint8_t>(d)) - (d > top) * zeros;
     if (nearer[1] == kBlock) return {0, top};
-    Choice best{{kWhole, 0}, kBlock};
-    for (int width = 1; width <= kWidest; ++width)
+    // Whole exponents have no code for zeros. That the others are shorter follows from the number of zeros.
+    Choice best{{kWhole, 0}, zeros > 0 ? kLanes * kWidest + total + 1 : total, total};
+    for (int width = narrowest; width <= kWidest; ++width)
         for (int shift = 0; shift < std::min<int>(kShifts, top + 1); ++shift)
-            best.consider(width, top - shift, nearer[shift + (1 << width) - 1] - nearer[shift]);
-    if (best.bytes <= kGood || best.bytes - below(exponents, 1) <= kGood) return best.window;
-    return choose_of_all(exponents, best);
+            best.consider(width, top - shift, nearer[shift + (1 << width) - reserved] - nearer[shift]);
+    if (best.bytes <= kGood || (zeros == 0 && best.bytes - below(exponents, 1) <= kGood)) return best.window;
+    return choose_of_all(exponents, zeros, narrowest, reserved, best);
 }
 
-template <int width>
-HYBRIDPAR_INLINE void to_planes(const Bytes &exponents, std::uint8_t top, std::uint8_t *planes) {
-    constexpr int outside = (1 << width) - 1;
+// `zero` says which values have the code for zeros, if that is not all zero itself: the last one but for that of
+// exponents outside the window.
+template <int width, bool sparse>
+HYBRIDPAR_INLINE void to_planes(const Bytes &exponents, const Bytes &zero, std::uint8_t top, std::uint8_t *planes) {
+    constexpr std::uint8_t outside = (1 << width) - 1, last = sparse ? outside - 2 : outside - 1;
     Bytes codes;
     for (int i = 0; i < kBlock; ++i) {
         const auto distance = static_cast<std::uint8_t>(top - exponents[i]); // above the window: a large one
-        codes[i] = std::min<std::uint8_t>(distance, outside);
+        codes[i] = distance > last ? outside : distance;
+        if (sparse) codes[i] = zero[i] != 0 ? outside - 1 : codes[i];
     }
     for (int bit = 0; bit < width; ++bit) {
         std::array<std::uint8_t, kLanes> plane{};
@@ -220,38 +232,68 @@ HYBRIDPAR_INLINE void for_each_outside(const std::uint8_t *planes, int width, Vi
     }
 }
 
-HYBRIDPAR_INLINE std::uint8_t *append(std::uint8_t *target, const void *bytes, std::size_t count) {
-    std::memcpy(target, bytes, count);
-    return target + count;
+HYBRIDPAR_INLINE std::uint8_t *append(std::uint8_t *target, const void *bytes, std::size_t length) {
+    std::memcpy(target, bytes, length);
+    return target + length;
+}
+
+// Those of values that are not zero. `zero` is 0 or 1.
+template <typename Item>
+HYBRIDPAR_INLINE std::uint8_t *append_some(std::uint8_t *target, const std::array<Item, kBlock> &items,
+                                           const Bytes &zero) {
+    std::array<Item, kBlock> some;
+    std::size_t length = 0;
+    for (int i = 0; i < kBlock; ++i) {
+        some[length] = items[i]; // a zero's is overwritten by the next one
+        length += 1 - zero[i];
+    }
+    return append(target, some.data(), length * sizeof(Item));
+}
+
+// Writes codes, and behind them the exponents that have none.
+template <bool sparse>
+HYBRIDPAR_INLINE std::uint8_t *write_exponents(const Parts &parts, const Bytes &zero, Window window,
+                                               std::uint8_t *target) {
+    std::uint8_t *const planes = target;
+    switch (window.width) {
+    case 0: return target;
+    case 1: to_planes<1, false>(parts.exponents, zero, window.top, planes); break;
+    case 2: to_planes<2, sparse>(parts.exponents, zero, window.top, planes); break;
+    case 3: to_planes<3, sparse>(parts.exponents, zero, window.top, planes); break;
+    case kWidest: to_planes<kWidest, sparse>(parts.exponents, zero, window.top, planes); break;
+    default: return append(target, parts.exponents.data(), kBlock);
+    }
+    target += kLanes * window.width;
+    for_each_outside(planes, window.width, [&](int i) { *target++ = parts.exponents[i]; });
+    return target;
 }
 
 template <typename Bits>
 HYBRIDPAR_INLINE std::uint8_t *compress_block(const Bits *values, std::uint8_t *target) {
-    if (all_zero(values)) {
+    const int zeros = count_where([&](int i) { return values[i] == 0; });
+    if (zeros == kBlock) {
         *target++ = kZeros;
         *target++ = 0;
         return target;
     }
+    const bool sparse = zeros >= kManyZeros;
     Parts parts;
     take_apart(values, parts);
-    const Window window = choose(parts.exponents);
-    *target++ = static_cast<std::uint8_t>(window.width);
+    const Window window = choose(parts.exponents, sparse ? zeros : 0);
+    *target++ = static_cast<std::uint8_t>(window.width + (sparse ? kSparse : 0));
     *target++ = window.top;
-    std::uint8_t *const planes = target;
-    switch (window.width) {
-    case 0: break;
-    case 1: to_planes<1>(parts.exponents, window.top, planes); break;
-    case 2: to_planes<2>(parts.exponents, window.top, planes); break;
-    case 3: to_planes<3>(parts.exponents, window.top, planes); break;
-    case kWidest: to_planes<kWidest>(parts.exponents, window.top, planes); break;
-    default: target = append(target, parts.exponents.data(), kBlock);
+    if (!sparse) {
+        target = write_exponents<false>(parts, {}, window, target);
+        target = append(target, parts.rest.data(), kBlock);
+        if constexpr (sizeof(Bits) == 4) target = append(target, parts.lower.data(), sizeof(parts.lower));
+        return target;
     }
-    if (window.width > 0 && window.width <= kWidest) {
-        target += kLanes * window.width;
-        for_each_outside(planes, window.width, [&](int i) { *target++ = parts.exponents[i]; });
-    }
-    target = append(target, parts.rest.data(), kBlock);
-    if constexpr (sizeof(Bits) == 4) target = append(target, parts.lower.data(), sizeof(parts.lower));
+    Bytes zero;
+    for (int i = 0; i < kBlock; ++i)
+        zero[i] = values[i] == 0;
+    target = write_exponents<true>(parts, zero, window, target);
+    target = append_some(target, parts.rest, zero);
+    if constexpr (sizeof(Bits) == 4) target = append_some(target, parts.lower, zero);
     return target;
 }
 
@@ -269,29 +311,66 @@ struct Reader {
     }
 };
 
+// The inverse of `append_some`: those of zeros become 0.
+template <typename Item>
+HYBRIDPAR_INLINE void take_some(Reader &reader, const Bytes &zero, int zeros, std::array<Item, kBlock> &items) {
+    const auto some = static_cast<std::size_t>(kBlock - zeros);
+    std::array<Item, kBlock + 1> taken; // behind the last one lies what is read for zeros, and not used
+    taken[some] = 0;
+    std::memcpy(taken.data(), reader.take(some * sizeof(Item)), some * sizeof(Item));
+    std::size_t next = 0;
+    for (int i = 0; i < kBlock; ++i) {
+        items[i] = static_cast<Item>(taken[next] & (zero[i] - 1)); // no branch: nothing foretells which are zero
+        next += 1 - zero[i];
+    }
+}
+
+// Reads codes, and the exponents that have none. With `sparse`, says which values are zero.
+template <bool sparse>
+HYBRIDPAR_INLINE void read_exponents(Reader &reader, Window window, Bytes &exponents, Bytes &zero) {
+    const std::uint8_t *const planes = reader.take(static_cast<std::size_t>(kLanes) * window.width);
+    switch (window.width) {
+    case 0: from_planes<0>(planes, window.top, exponents); break;
+    case 1: from_planes<1>(planes, window.top, exponents); break;
+    case 2: from_planes<2>(planes, window.top, exponents); break;
+    case 3: from_planes<3>(planes, window.top, exponents); break;
+    default: from_planes<kWidest>(planes, window.top, exponents);
+    }
+    if (sparse) {
+        const auto code = static_cast<std::uint8_t>(window.top - ((1 << window.width) - 2));
+        for (int i = 0; i < kBlock; ++i) {
+            zero[i] = exponents[i] == code;
+            exponents[i] = zero[i] != 0 ? 0 : exponents[i];
+        }
+    }
+    if (window.width > 0) for_each_outside(planes, window.width, [&](int i) { exponents[i] = *reader.take(1); });
+}
+
 template <typename Bits>
 HYBRIDPAR_INLINE void expand_block(Reader &reader, Bits *values) {
     const std::uint8_t *const head = reader.take(kHead);
-    const int width = head[0];
-    const std::uint8_t top = head[1];
-    if (width == kZeros) {
+    const Window window{head[0], head[1]};
+    if (window.width == kZeros) {
         std::memset(values, 0, kBlock * sizeof(Bits));
         return;
     }
     Parts parts;
-    if (width == kWhole) {
+    Bytes zero;
+    const int width = window.width - kSparse;
+    if (width >= kNarrowestSparse && width <= kWidest) {
+        read_exponents<true>(reader, {width, window.top}, parts.exponents, zero);
+        const int zeros = count_where([&](int i) { return zero[i]; });
+        take_some(reader, zero, zeros, parts.rest);
+        if constexpr (sizeof(Bits) == 4) take_some(reader, zero, zeros, parts.lower);
+        put_together(parts, values);
+        return;
+    }
+    if (window.width == kWhole) {
         std::memcpy(parts.exponents.data(), reader.take(kBlock), kBlock);
     } else {
-        check(width <= kWidest, "expected a block of compressed values, got one that begins with ", width);
-        const std::uint8_t *const planes = reader.take(static_cast<std::size_t>(kLanes) * width);
-        switch (width) {
-        case 0: from_planes<0>(planes, top, parts.exponents); break;
-        case 1: from_planes<1>(planes, top, parts.exponents); break;
-        case 2: from_planes<2>(planes, top, parts.exponents); break;
-        case 3: from_planes<3>(planes, top, parts.exponents); break;
-        default: from_planes<kWidest>(planes, top, parts.exponents);
-        }
-        if (width > 0) for_each_outside(planes, width, [&](int i) { parts.exponents[i] = *reader.take(1); });
+        check(window.width <= kWidest, "expected a block of compressed values, got one that begins with ",
+              window.width);
+        read_exponents<false>(reader, window, parts.exponents, zero);
     }
     std::memcpy(parts.rest.data(), reader.take(kBlock), kBlock);
     if constexpr (sizeof(Bits) == 4)

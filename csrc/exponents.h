@@ -12,8 +12,9 @@ namespace hybridpar {
 // and mantissa are noise. So values are taken in blocks of 256. A block says in its first two bytes how many bits each
 // exponent takes and which one is the largest of a window; then come the distances from it, in that many bits; whole
 // exponents of those outside the window, whose distance is the largest code; signs and upper mantissas, a byte each;
-// and of float32 the lower halves of the values as they are. The window is the cheapest of several. A block of zeros
-// is nothing but its first two bytes, and no block is longer than its values by more than these.
+// and of float32 the lower halves of the values as they are. The window is the cheapest of several. Where zeros are
+// many, they have a code of their own, and nothing else. A block of zeros is nothing but its first two bytes, and no
+// block is longer than its values by more than these.
 //
 // The bits of a code lie in planes of 32 bytes: bit k of byte j belongs to value 32 k + j, so that planes are made and
 // read with vectors of bytes. The last block is filled up with zeros.

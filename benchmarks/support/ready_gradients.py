@@ -68,7 +68,8 @@ class ReadyGradients(nn.Module):
                 return math.inf
             expected = torch.empty(weight.numel())
             _tile(expected, self._mean, begin)
-            worst = torch.maximum(worst, (weight.grad.view(-1) / scale - expected).abs().max())
+            far = expected.sub_(weight.grad.view(-1), alpha=1 / scale).aminmax()
+            worst = torch.maximum(worst, torch.maximum(-far.min, far.max))
             begin += weight.numel()
         return float(worst)
 
