@@ -79,7 +79,7 @@ def samples(count: int) -> dict[str, Tensor]:
     noise = torch.randint(-(1 << 31), 1 << 31, (count,), generator=generator).to(torch.int32).view(torch.float32)
     return {
         "normal": normal,
-        "half of them zero": normal * (torch.rand(count, generator=generator) < 0.5),
+        "half of them zero": torch.where(torch.rand(count, generator=generator) < 0.5, normal, 0.0),
         "third powers": normal**3,
         "random bits": noise,
     }
