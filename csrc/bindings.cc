@@ -338,6 +338,8 @@ void bind_exponents(nb::module_ &module) {
 NB_MODULE(_native, module) {
     using namespace hybridpar;
 
+    // Objects that an uncaught exception still holds when the interpreter ends are no leak.
+    nb::set_leak_warnings(false);
     module.attr("FLOAT32") = static_cast<int>(DType::float32);
     module.attr("FLOAT64") = static_cast<int>(DType::float64);
     module.attr("BFLOAT16") = static_cast<int>(DType::bfloat16);

@@ -81,6 +81,7 @@ class TensorReader {
         exchange_ = static_cast<const DlExchange *>(PyCapsule_GetPointer(exchange.ptr(), kDlCapsule));
         if (exchange_ == nullptr) throw nb::python_error();
         check(exchange_->header.major == kDlMajor, "expected DLPack ", kDlMajor, ", got ", exchange_->header.major);
+        check(exchange_->tensor_from_object != nullptr, "expected DLPack's view of an object, got none");
     }
 
     bool fit(const nb::list &tensors, std::int64_t dtype_code, const Int64s &shapes) const {

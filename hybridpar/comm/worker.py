@@ -53,10 +53,14 @@ class Worker:
         Raises:
             RuntimeError: the worker is closed.
         """
-        self.check_open()
         future: Future[Any] = Future()
-        self._queue.put((future, function, arguments))
+        self.submit_for(future, function, *arguments)
         return future
+
+    def submit_for(self, future: Future[Any], function: Callable[..., Any], *arguments: Any) -> None:
+        """As ``submit``, with a future that there is already."""
+        self.check_open()
+        self._queue.put((future, function, arguments))
 
     def check_open(self) -> None:
         """Raises RuntimeError where ``submit`` would."""

@@ -15,7 +15,10 @@ from hybridpar.kernels.packing import CODES
 
 def _reader() -> _native.TensorReader | None:
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    return None if exchange is None else _native.TensorReader(exchange)
+    try:
+        return None if exchange is None else _native.TensorReader(exchange)
+    except ValueError:  # of another version
+        return None
 
 
 _READER = _reader()

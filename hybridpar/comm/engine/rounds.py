@@ -154,14 +154,21 @@ class BucketRound:
         self.crossing.complete()
         if hold:
             self.track.check_open()
+            self._future = Future()  # before others may hand it over
             held_back.hold(self)
         else:
             held_back.let_go()
-            self.hand_over()
+            self._future = self.track.submit(self._travel)
 
     def hand_over(self) -> None:
-        """To the track's thread."""
-        self._future = self.track.submit(self._travel)
+        """To the track's thread, what was held back. What goes wrong is raised by ``wait``."""
+        future = self._future
+        if future is None:
+            return  # a failed round was reset meanwhile
+        try:
+            self.track.submit_for(future, self._travel)
+        except RuntimeError as error:
+            future.set_exception(error)
 
     @property
     def exchanged(self) -> bool:
@@ -172,7 +179,8 @@ class BucketRound:
         """Here and now, if it was held back. What goes wrong is raised by ``wait``."""
         if not held_back.take(self):
             return
-        future: Future[Any] = Future()
+        future = self._future
+        assert future is not None
         started = time.perf_counter()
         with torch.no_grad(), self._timeline.span("wait", row=COMPUTATION, bucket=self.number):
             try:
@@ -181,7 +189,6 @@ class BucketRound:
             except BaseException as error:
                 future.set_exception(error)
         self.times.waited = time.perf_counter() - started
-        self._future = future
 
     def wait(self) -> None:
         """Until the sums are there. Raises what went wrong on the way."""
@@ -197,7 +204,8 @@ class BucketRound:
 
     def settle(self) -> None:
         """After a failure: until no thread works on it any more, whatever became of it."""
-        held_back.take(self)
+        if held_back.take(self):
+            self._future = None
         if self._future is not None:
             self._future.exception()
 

@@ -40,6 +40,10 @@ class Track:
         """Run it after all that was submitted before, and return at once."""
         return self._worker.submit(function)
 
+    def submit_for(self, future: Future[Any], function: Callable[[], None]) -> None:
+        """As ``submit``, with a future that there is already."""
+        self._worker.submit_for(future, function)
+
     def check_open(self) -> None:
         """Raises RuntimeError where ``submit`` would."""
         self._worker.check_open()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import hybridpar as hp
 from hybridpar.comm.engine import engine as engine_module
 from hybridpar.comm.engine import held_back
 from hybridpar.comm.engine.codec import DenseCodec
@@ -185,7 +188,66 @@ def test_a_closed_engine_holds_nothing_back(monkeypatch: pytest.MonkeyPatch) -> 
     run_threads(1, work)
 
 
-def test_one_bucket_is_held_back_at_most_and_not_kept_alive() -> None:
+class Meet(torch.autograd.Function):
+    """The identity, in whose backward pass a rank meets those of another group."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: hp.Group) -> Tensor:
+        ctx.group = group
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.group.barrier()
+        return gradients[0], None
+
+
+def _in_a_ring(group: hp.Group) -> None:
+    """Rank 0 waits for rank 2, which waits for rank 1, which waits for the gradients of rank 0."""
+    pairs = {pair: group.split(pair) for pair in ((0, 1), (0, 2), (1, 2)) if group.rank in pair}
+    parallel = hp.DataParallel(nn.Linear(4, 4), group=pairs[0, 1]) if group.rank < 2 else None
+    for _ in range(30):
+        if parallel is None:
+            pairs[1, 2].barrier()
+            pairs[0, 2].barrier()
+            continue
+        parallel.zero_grad()
+        inputs = torch.ones(2, 4, requires_grad=True)
+        parallel(Meet.apply(inputs, pairs[0, 2]) if group.rank == 0 else inputs).sum().backward()
+        if group.rank == 1:
+            pairs[1, 2].barrier()
+
+
+def test_ranks_that_wait_for_each_other_elsewhere_are_not_held_up() -> None:
+    run_processes(3, _in_a_ring, timeout=50)
+
+
+def test_what_is_held_for_long_is_handed_over() -> None:
+    handed_over = threading.Event()
+
+    class Bucket:
+        def hand_over(self) -> None:
+            handed_over.set()
+
+    started = time.monotonic()
+    bucket = Bucket()
+    held_back.hold(bucket)
+    assert handed_over.wait(5)
+    assert time.monotonic() - started >= held_back._LOOK
+    assert not held_back.take(bucket)
+
+
+def test_the_thread_that_looks_after_them_ends_and_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_back, "_LOOK", 0.001)
+    for _ in range(2):
+        test_what_is_held_for_long_is_handed_over()
+        end = time.monotonic() + 10
+        while any(thread.name == "hybridpar-held-back" for thread in threading.enumerate()):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def test_one_bucket_is_held_back_at_most() -> None:
     handed_over = []
 
     class Bucket:
@@ -202,6 +264,7 @@ def test_one_bucket_is_held_back_at_most_and_not_kept_alive() -> None:
     assert not held_back.take(first)
     assert held_back.take(second)
     assert not held_back.take(second)
-    held_back.hold(Bucket("gone"))
+    held_back.hold(Bucket("third"))
     held_back.let_go()
-    assert handed_over == ["first"]
+    held_back.let_go()
+    assert handed_over == ["first", "third"]
