@@ -16,7 +16,8 @@ _MODULES = (
     "row_update", "sample", "shm", "tensor_reader",
 )  # fmt: skip
 _HEADERS = (
-    "bindings_arrivals", "bindings_head", "check", "clones", "exponential", "ranges", "row_values", "splitmix", "types",
+    "bindings_arrivals", "bindings_head", "check", "clones", "exponent_window", "exponential", "ranges", "row_values",
+    "splitmix", "types",
 )  # fmt: skip
 _SOURCES = ("bindings", "bindings_arrivals", "bindings_head", "row_sgd", "shm_buckets", "shm_parcels")
 SOURCES = [f"csrc/{name}.cc" for name in (*_SOURCES, *_MODULES)]

@@ -14,12 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import hybridpar as hp
 from hybridpar.comm.engine.candidates import candidate_grid
-from hybridpar.comm.engine.launch_order import launch_order
 from hybridpar.comm.engine.plan import Plan
 from hybridpar.comm.engine.tuner import FixedPlan, Trial, Tuner, TunerSettings, make_tuner
 from hybridpar.comm.engine.wire import Wire
@@ -349,91 +346,3 @@ def test_the_environment_turns_it_off_and_says_where_plans_are_kept(tmp_path: Pa
     assert isinstance(make_tuner(hp.Group.alone(), GRID, key="model", environment=Switches()), FixedPlan)
     one = Tuner(hp.Group.alone(), GRID[:1], key="model")
     assert (one.finished, one.plan, one.report()["state"]) == (True, GRID[0], "fixed")
-
-
-def test_the_grid_holds_what_can_make_a_difference() -> None:
-    def values(name: str, grid: Sequence[Plan]) -> set[Any]:
-        assert len(set(grid)) == len(grid)
-        return {getattr(plan, name) for plan in grid}
-
-    one_host = candidate_grid([4], 2, 100 * MB)
-    assert (values("route", one_host), one_host[0]) == ({"auto"}, Plan(4 * MB, 1))
-    assert values("route", candidate_grid([1, 1, 1], 1, 100 * MB)) == {"auto"}
-    assert values("route", candidate_grid([1, 1], 2, 100 * MB)) == {"auto", "flat"}
-    assert values("route", candidate_grid([2, 1], 1, 100 * MB)) == {"auto", "flat"}
-    full = candidate_grid([2, 2], 2, 100 * MB, [HALF, Wire()])
-    assert values("route", full) == {"auto", "flat", "striped"}
-    assert values("wire", full) == {HALF, Wire()}
-    assert full[0] == Plan(4 * MB, 3, "auto", HALF)
-    assert values("bucket_bytes", full) == {MB, 4 * MB, 16 * MB, 64 * MB}
-    # With 10 MiB in all, buckets of 16 MiB are one bucket, and so are those of 64 MiB.
-    assert values("bucket_bytes", candidate_grid([4], 1, 10 * MB)) == {MB, 4 * MB, 16 * MB}
-    assert values("compress_exponents", one_host) == {False}
-    assert values("compress_exponents", candidate_grid([2, 2], 1, 100 * MB, compressible=False)) == {False}
-    few = candidate_grid([2, 2], 1, 1000, [Wire(), Wire(torch.float16), Wire(top_k=0.1)])
-    assert [(plan.route, plan.wire, plan.compress_exponents) for plan in few] == [
-        (route, wire, compressed)
-        for route in ("auto", "flat")
-        for compressed in (False, True)
-        for wire in (Wire(), Wire(torch.float16), Wire(top_k=0.1))
-        if not compressed or wire == Wire()
-    ]
-    for arguments in (([], 1, MB), ([2, 0], 1, MB), ([2], 1, MB, []), ([2], 1, MB, [Wire(), Wire()])):
-        with pytest.raises(ValueError, match="expected"):
-            candidate_grid(*arguments)
-
-
-def sent(order: Sequence[int], ready: Sequence[int], send: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """When each bucket begins and ends on a lane that keeps to an order."""
-    now, times = 0, {}
-    for bucket in order:
-        begin = max(now, ready[bucket])
-        now = begin + send[bucket]
-        times[bucket] = (begin, now)
-    return times
-
-
-@st.composite
-def rounds(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
-    count = draw(st.integers(0, 6))
-    times = st.lists(st.integers(0, 12), min_size=count, max_size=count)
-    return draw(times), draw(times), list(draw(st.permutations(range(count))))
-
-
-@given(rounds())
-def test_what_is_needed_first_is_sent_no_later_and_the_lane_never_rests(
-    case: tuple[list[int], list[int], list[int]],
-) -> None:
-    ready, send, needed = case
-    order = launch_order(ready, send, needed)
-    plan = list(range(len(ready)))
-    assert sorted(order) == plan
-    if not plan:
-        return
-    ours, planned = sent(order, ready, send), sent(plan, ready, send)
-    assert ours[needed[0]][1] <= planned[needed[0]][1]
-    if order == plan:
-        return
-    # No order whatever sends all of them earlier.
-    least = min(max(end for _, end in sent(other, ready, send).values()) for other in itertools.permutations(plan))
-    assert max(end for _, end in ours.values()) == least
-    for place, bucket in enumerate(order):
-        begin = ours[bucket][0]
-        later = order[place + 1 :]
-        # Whatever is ready when a bucket begins is needed after it.
-        assert all(needed.index(other) > needed.index(bucket) for other in later if ready[other] <= begin)
-        before = ours[order[place - 1]][1] if place else 0
-        assert begin == before or all(ready[other] >= begin for other in later)
-
-
-def test_buckets_are_sent_by_need_while_the_lane_is_behind() -> None:
-    # Backward makes them ready one a second, the last layer first; forward needs them the other way round.
-    assert launch_order([1, 2, 3, 4], [0.5, 0.5, 0.5, 0.5], [3, 2, 1, 0]) == [0, 1, 2, 3]
-    assert launch_order([1, 2, 3, 4], [2.5, 2.5, 2.5, 2.5], [3, 2, 1, 0]) == [0, 2, 3, 1]
-    assert launch_order([0, 0, 0], [1, 1, 1], [1, 2, 0]) == [1, 2, 0]
-    # Bucket 2 would begin just before bucket 1, the first to be needed, is ready, and hold it up.
-    assert launch_order([0, 2, 0], [1, 1, 10], [1, 2, 0]) == [0, 1, 2]
-    with pytest.raises(ValueError, match="each of them needed once"):
-        launch_order([0, 0], [1, 1], [0, 0])
-    with pytest.raises(ValueError, match="1 times to send"):
-        launch_order([0, 0], [1], [0, 1])
